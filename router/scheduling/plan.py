@@ -1,23 +1,25 @@
-"""What one step does, as the scheduler plans it and the batching loop sends it.
+"""What one step does, as the scheduler plans it and the batching loop sends it, and whose turn the next step is.
 
-Micro-batches of a model that is cut into pipeline stages: lanes, which take turns.
-
-While one stage computes the step of one lane, the next stage computes that of another. A sequence stays in the lane
-that admitted it; each lane admits its part of what waits, so that all are about as full. A model that is not cut has
-one lane, whose steps follow each other as ever.
+A model that is cut into pipeline stages computes several micro-batches at once: while one stage computes the step of
+one lane, the next stage computes that of another. A sequence stays in the lane that admitted it, and each lane admits
+its part of what waits, so that all are about as full. A model that is not cut has one lane, whose steps follow each
+other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from router.scheduling.fairness import divide
 from router.scheduling.prefix_moves import Restored, Saved
 from router.scheduling.request import Scheduled
 
 S = TypeVar("S", bound=Scheduled)
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+MOST_UNDER_WAY = 2  # steps of a lane: one that is computed, and one that waits for its tokens
 
 
 class FilledBlock(NamedTuple):
@@ -31,23 +33,23 @@ class FilledBlock(NamedTuple):
 
 
 class StepPlan(NamedTuple, Generic[S]):
-    """What one step does."""
+    """What one step does; what is left out, it does not do."""
 
     number: int
-    retired: list[S]  # They leave the batch before the step is computed.
-    preempted: dict[int, S]  # So do these, which wait again under new ids, by the ids that they had.
-    admitted: list[S]  # They join it with this step.
-    chunks: dict[int, int]  # For each sequence whose prompt is computed, how many of its tokens are.
-    decoding: list[S]  # Each of them gets one token.
-    held: list[int]  # Sequences that could decode, but for what their grammars have not said yet.
-    extended: dict[int, list[int]]  # Their last tokens, and forced ones behind them, which join running sequences.
-    constrained: list[S]  # Those that get a token of what their grammars allow.
-    prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
-    join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
-    filled: list[FilledBlock]  # The blocks that this step completes.
-    saves: list[Saved]  # Blocks whose content goes to the host before the step is computed.
-    restores: list[Restored]  # Blocks of those admitted whose content comes from there.
-    concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
+    retired: Sequence[S] = ()  # They leave the batch before the step is computed.
+    preempted: Mapping[int, S] = NOTHING  # So do these, which wait again under new ids, by the ids that they had.
+    admitted: Sequence[S] = ()  # They join it with this step.
+    chunks: Mapping[int, int] = NOTHING  # For each sequence whose prompt is computed, how many of its tokens are.
+    decoding: Sequence[S] = ()  # Each of them gets one token.
+    held: Sequence[int] = ()  # Sequences that could decode, but for what their grammars have not said yet.
+    extended: Mapping[int, list[int]] = NOTHING  # Last tokens and forced ones behind them: they join running sequences.
+    constrained: Sequence[S] = ()  # Those that get a token of what their grammars allow.
+    prefill_tokens: int = 0  # All tokens of chunks, or of the prompts that an encoder reads.
+    join_reason: str | None = None  # Why others were admitted to a batch that runs already; None: neither is so.
+    filled: Sequence[FilledBlock] = ()  # The blocks that this step completes.
+    saves: Sequence[Saved] = ()  # Blocks whose content goes to the host before the step is computed.
+    restores: Sequence[Restored] = ()  # Blocks of those admitted whose content comes from there.
+    concerned: Mapping[int, S] = NOTHING  # All with a chunk or a token in this step, by id: if it fails, they are lost.
     lane: int = 0  # The micro-batch whose sequences it computes.
 
     def num_repeats(self, num_running: int) -> int:
@@ -56,55 +58,13 @@ class StepPlan(NamedTuple, Generic[S]):
             return 0
         return min((entry.request.max_new_tokens - entry.num_scheduled for entry in self.decoding), default=0)
 
-    def again(self, number: int, saves: list[Saved]) -> StepPlan[S]:
+    def again(self, number: int, saves: Sequence[Saved]) -> StepPlan[S]:
         """The same sequences decode once more."""
-        return StepPlan(
-            number, [], {}, [], {}, self.decoding, [], {}, [], 0, None, [], saves, [], self.concerned, self.lane
-        )
+        return StepPlan(number, decoding=self.decoding, saves=saves, concerned=self.concerned, lane=self.lane)
 
     def cached(self, entry: S) -> int:
         """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
         return entry.num_prompt_scheduled - self.chunks[entry.id]
-
-
-def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int]:
-    """Chunks of prompts that were begun in an earlier step, in the order of `entries`: sequence -> tokens."""
-    chunks = {}
-    for entry in entries:
-        if budget and entry.num_prompt_left:
-            chunks[entry.id] = min(budget, entry.num_prompt_left)
-            budget -= chunks[entry.id]
-    return chunks
-
-
-def divide_prompts(
-    entries: Collection[Scheduled], budget: int, head: Scheduled | None, weights: Mapping[str, float]
-) -> dict[int, int]:
-    """The same between several keys: each has its part of the budget, and so has the key whose request is next.
-
-    head: that request, if it fits into the batch.
-    """
-    wanted: Counter[str] = Counter()
-    for entry in entries:
-        wanted[entry.owner] += entry.num_prompt_left
-    if head is not None:
-        wanted[head.owner] += head.request.size(rebuilt=head.num_known).prefill
-    chunks: dict[int, int] = {}
-    for owner, part in divide(budget, wanted, weights).items():
-        chunks |= continue_prompts((entry for entry in entries if entry.owner == owner), part)
-    return {entry.id: chunks[entry.id] for entry in entries if entry.id in chunks}
-
-
-def take_unsent(entries: Iterable[Scheduled]) -> dict[int, list[int]]:
-    """What the shards are told of tokens that grammars force, with the first chunk of them."""
-    extended = {}
-    for entry in entries:
-        if entry.unsent:
-            extended[entry.id], entry.unsent = entry.unsent, []
-    return extended
-
-
-MOST_UNDER_WAY = 2  # steps of a lane: one that is computed, and one that waits for its tokens
 
 
 class Lane(Generic[S]):
@@ -142,7 +102,7 @@ class Lanes(Generic[S]):
         return len(self.all)
 
     def turns(self) -> Iterator[Lane[S]]:
-        """The lanes that may have another step, in turn. Whose step is taken says so by `taken`."""
+        """The lanes that may have another step, in turn. `taken` has to be told of the one whose step is taken."""
         if len(self.all) == 1:  # how many steps it has under way, the batching loop bounds
             yield self.all[0]
             return
@@ -170,3 +130,40 @@ class Lanes(Generic[S]):
         """The shards have lost everything that was under way."""
         for lane in self.all:
             lane.under_way = 0
+
+
+def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int]:
+    """Chunks of prompts that were begun in an earlier step, in the order of `entries`: sequence -> tokens."""
+    chunks = {}
+    for entry in entries:
+        if budget and entry.num_prompt_left:
+            chunks[entry.id] = min(budget, entry.num_prompt_left)
+            budget -= chunks[entry.id]
+    return chunks
+
+
+def divide_prompts(
+    entries: Collection[Scheduled], budget: int, head: Scheduled | None, weights: Mapping[str, float]
+) -> dict[int, int]:
+    """The same between several keys: each has its part of the budget, and so has the key whose request is next.
+
+    head: that request, if it fits into the batch.
+    """
+    wanted: Counter[str] = Counter()
+    for entry in entries:
+        wanted[entry.owner] += entry.num_prompt_left
+    if head is not None:
+        wanted[head.owner] += head.request.size(rebuilt=head.num_known).prefill
+    chunks: dict[int, int] = {}
+    for owner, part in divide(budget, wanted, weights).items():
+        chunks |= continue_prompts((entry for entry in entries if entry.owner == owner), part)
+    return {entry.id: chunks[entry.id] for entry in entries if entry.id in chunks}
+
+
+def take_unsent(entries: Iterable[Scheduled]) -> dict[int, list[int]]:
+    """What the shards are told of tokens that grammars force, with the first chunk of them."""
+    extended = {}
+    for entry in entries:
+        if entry.unsent:
+            extended[entry.id], entry.unsent = entry.unsent, []
+    return extended
