@@ -33,34 +33,34 @@ class FilledBlock(NamedTuple):
 
 
 class StepPlan(NamedTuple, Generic[S]):
-    """What one step does; what is left out, it does not do."""
+    """What one step does. Most steps only decode, and leave out all that is behind `saves`."""
 
     number: int
+    lane: int = 0  # The micro-batch whose sequences it computes.
+    decoding: Sequence[S] = ()  # Each of them gets one token.
+    concerned: Mapping[int, S] = NOTHING  # All with a chunk or a token in this step, by id: if it fails, they are lost.
+    saves: Sequence[Saved] = ()  # Blocks whose content goes to the host before the step is computed.
     retired: Sequence[S] = ()  # They leave the batch before the step is computed.
     preempted: Mapping[int, S] = NOTHING  # So do these, which wait again under new ids, by the ids that they had.
     admitted: Sequence[S] = ()  # They join it with this step.
     chunks: Mapping[int, int] = NOTHING  # For each sequence whose prompt is computed, how many of its tokens are.
-    decoding: Sequence[S] = ()  # Each of them gets one token.
+    prefill_tokens: int = 0  # All tokens of chunks, or of the prompts that an encoder reads.
+    join_reason: str | None = None  # Why others were admitted to a batch that runs already; None: neither is so.
+    restores: Sequence[Restored] = ()  # Blocks of those admitted whose content comes from the host.
+    filled: Sequence[FilledBlock] = ()  # The blocks that this step completes.
     held: Sequence[int] = ()  # Sequences that could decode, but for what their grammars have not said yet.
     extended: Mapping[int, list[int]] = NOTHING  # Last tokens and forced ones behind them: they join running sequences.
     constrained: Sequence[S] = ()  # Those that get a token of what their grammars allow.
-    prefill_tokens: int = 0  # All tokens of chunks, or of the prompts that an encoder reads.
-    join_reason: str | None = None  # Why others were admitted to a batch that runs already; None: neither is so.
-    filled: Sequence[FilledBlock] = ()  # The blocks that this step completes.
-    saves: Sequence[Saved] = ()  # Blocks whose content goes to the host before the step is computed.
-    restores: Sequence[Restored] = ()  # Blocks of those admitted whose content comes from there.
-    concerned: Mapping[int, S] = NOTHING  # All with a chunk or a token in this step, by id: if it fails, they are lost.
-    lane: int = 0  # The micro-batch whose sequences it computes.
 
     def num_repeats(self, num_running: int) -> int:
-        """How many steps after this one are the same if nobody comes or leaves before its end: all must decode."""
+        """How many steps after this one are the same if none comes or leaves before its end: all must decode."""
         if len(self.decoding) < num_running or any(entry.request.grammar is not None for entry in self.decoding):
             return 0
         return min((entry.request.max_new_tokens - entry.num_scheduled for entry in self.decoding), default=0)
 
     def again(self, number: int, saves: Sequence[Saved]) -> StepPlan[S]:
         """The same sequences decode once more."""
-        return StepPlan(number, decoding=self.decoding, saves=saves, concerned=self.concerned, lane=self.lane)
+        return StepPlan(number, self.lane, self.decoding, self.concerned, saves)
 
     def cached(self, entry: S) -> int:
         """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
@@ -76,10 +76,10 @@ class Lane(Generic[S]):
         self.under_way = 0  # steps that were planned and not answered
         self.steps_since_admission = 0
         self.before: StepPlan[S] | None = None  # its latest step that was not a repetition
-        self.num_repeats = 0  # how many steps may be the same as that one, if nobody comes or leaves before its end
+        self.num_repeats = 0  # how many steps may be the same as that one, if none comes or leaves before its end
 
     def repeatable(self) -> StepPlan[S] | None:
-        """Its step before, if the next one may be the same: that only decoded, and nobody leaves."""
+        """Its step before, if the next one may be the same: that only decoded, and none leaves."""
         if (before := self.before) is None or not self.num_repeats:
             return None
         if any(entry.is_over or entry.cancelled for entry in before.decoding):

@@ -38,7 +38,7 @@ class TierIndex:
         self.sizes = sizes or TierSizes()
         self.counts = counts or TierCounts()
         self.has_disk = bool(self.sizes.num_places)
-        self.new_waits: deque[DiskWait] = deque()  # which somebody has to end
+        self.new_waits: deque[DiskWait] = deque()  # which the mover has to end
         self.seconds_per_block: float | None = None  # that comes from the disk; None: not known yet
         self.seconds_per_token: float | None = None  # of a prompt that is computed
         self._free_slots = list(range(self.sizes.num_slots - 1, -1, -1))
@@ -46,7 +46,7 @@ class TierIndex:
         self._host_use = _Recency()
         self._stamps: dict[bytes, int] = {}  # of what the host holds
         self._pins: Counter[bytes] = Counter()  # steps and moves under way that read a block of the host
-        self._from_disk: set[bytes] = set()  # what the host holds because it was fetched, and nobody has used yet
+        self._from_disk: set[bytes] = set()  # what the host holds because it was fetched, and no request has used yet
         self._touched: dict[int, int] = {}  # slot -> the last step that copies to it or from it
         self._unsaved: dict[bytes, _Unsaved] = {}  # on the device, and not yet on its way to the host
         self._urgent: list[tuple[bytes, _Unsaved]] = []  # the same, whose blocks the next step may overwrite
@@ -55,7 +55,7 @@ class TierIndex:
         self._disk_use = _Recency()
         self._unstored: dict[bytes, None] = {}  # on the host, and not yet on its way to the disk
         self._storing: set[bytes] = set()
-        self._wanted: dict[bytes, int] = {}  # on the disk, and somebody waits for them: key -> group
+        self._wanted: dict[bytes, int] = {}  # on the disk, and requests wait for them: key -> group
         self._fetching: dict[bytes, int] = {}  # on their way to the host -> group
         self._is_storing = self.has_disk
         taken = {place for _, place, _ in stored}
@@ -269,7 +269,7 @@ class TierIndex:
             self.seconds_per_token = smoothed(self.seconds_per_token, seconds / num_tokens)
 
     def next_fetch(self, most: int) -> Move | None:
-        """Blocks that somebody waits for, to be asked for now."""
+        """Blocks that requests wait for, to be asked for now."""
         move = Move(True, [], [], [], [], 0)
         while self._wanted and len(move.keys) < most:
             key = next(iter(self._wanted))
@@ -292,7 +292,7 @@ class TierIndex:
         return Move(move.is_fetch, move.keys, move.slots, move.places, move.stamps, after)
 
     def fetched(self, move: Move, is_moved: Sequence[bool]) -> None:
-        """Nobody waits for this move any more, and every rank holds those of the blocks for which that is said."""
+        """This move is over, and every rank holds those of the blocks for which that is said."""
         if not self.has_disk:  # it was lost meanwhile
             self._free_slots += move.slots
             return
@@ -344,7 +344,7 @@ class TierIndex:
         return None
 
     def stored(self, move: Move, is_moved: Sequence[bool]) -> None:
-        """Nobody waits for this move any more, and every disk holds those of the blocks for which that is said."""
+        """This move is over, and every disk holds those of the blocks for which that is said."""
         for key, place, stamp, is_there in zip(move.keys, move.places, move.stamps, is_moved, strict=True):
             self._storing.discard(key)
             self._unpin(key)
@@ -365,7 +365,7 @@ class TierIndex:
             self._unstored.clear()
 
     def close_disk(self) -> None:
-        """The disk is of no use any more. What is under way there is nobody's; its slots come back as its moves end."""
+        """The disk is of no use any more. What is under way there is dropped; its slots come back as its moves end."""
         self.has_disk = self._is_storing = False
         self._disk.clear()
         self._disk_use = _Recency()

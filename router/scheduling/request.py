@@ -56,7 +56,7 @@ class ValidRequest:
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it
-    generates: bool = True  # else the token behind the prompt is nobody's: the prompt's log-probabilities are wanted
+    generates: bool = True  # else the token behind the prompt is dropped: the prompt's log-probabilities are wanted
     grammar: CompiledGrammar | None = None  # what the text is held to
     priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
@@ -68,7 +68,7 @@ class ValidRequest:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """The prompt, whoever reads it: several samples of one share the object."""
+        """The prompt, of the encoder or of the decoder: several samples of one share the object."""
         return self.encoder_ids or self.token_ids
 
     @property
@@ -122,7 +122,7 @@ class ScoredToken(Token):
 class PromptScores:
     """Log-probabilities of a prompt's tokens from the second on, and candidates of each, as compact as they came.
 
-    Where they are the model's own, the event before the first generated token, for those who asked for them.
+    Where they are the model's own, the event before the first generated token, where they are asked for.
     """
 
     logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -268,7 +268,7 @@ class Scheduled:
 
     @property
     def is_guilty(self) -> bool:
-        """Whether it was lost alone before, too: once may be somebody's kill that met it."""
+        """Whether it was lost alone before, too: once may be the kill of a process that met it."""
         return self.num_losses >= 3
 
     @property

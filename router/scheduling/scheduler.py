@@ -162,21 +162,21 @@ class Scheduler(Generic[S]):
         filled = self._schedule(decoding, chunks)
         plan = StepPlan(
             number=number,
+            lane=lane.number,
+            decoding=decoding,
+            concerned=concerned,
+            saves=saves,
             retired=retired,
             preempted=preempted,
             admitted=[entry for entry, _ in fresh],
             chunks=chunks,
-            decoding=decoding,
+            prefill_tokens=prefill_tokens,
+            join_reason=join_reason,
+            restores=self._cache.take_restores(number),
+            filled=filled,
             held=[e.id for e in self._running_in(lane) if e.request.grammar is not None and e.id not in concerned],
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
-            prefill_tokens=prefill_tokens,
-            join_reason=join_reason,
-            filled=filled,
-            saves=saves,
-            restores=self._cache.take_restores(number),
-            concerned=concerned,
-            lane=lane.number,
         )
         lane.planned(plan)
         return plan
