@@ -101,7 +101,7 @@ class EventStream(Response):
             if data:  # there may be nothing to show yet, and an empty chunk would be the end
                 num_unread = connection.write_chunk(data)
                 self._num_writes += 1
-                most_unread = max(most_unread, 2 * len(data))  # what was written at once, nobody could have read
+                most_unread = max(most_unread, 2 * len(data))  # what was written at once, no client could have read
             if self._opened.is_over:
                 return
             if num_unread > most_unread:
