@@ -131,24 +131,7 @@ class Scheduler(Generic[S]):
     def _planned(self, lane: Lane[S]) -> StepPlan[S] | None:
         retired = self._retire(self._running_in(lane))
         preempted = self._make_room() if self.ledger.is_contested else {}
-        decoding: list[S] = []
-        chunks: dict[int, int] = {}
-        join_reason = None
-        fresh = self._admit_suspect(lane)
-        if self._suspect is None:
-            running = self._running_in(lane)
-            decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
-            has_prompts = self.waiting or len(decoding) < len(running)
-            budget = self._prefill_budget(len(decoding)) if has_prompts else 0
-            if self.ledger.is_contested:
-                head = self._next_in_turn()
-                has_room = head is not None and self._has_room(head)
-                chunks = divide_prompts(running, budget, head if has_room else None, self.ledger.weights)
-            elif budget:
-                chunks = continue_prompts(running, budget)
-            join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values()))
-        elif not fresh and self._suspect.lane == lane.number:
-            chunks = continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
+        decoding, chunks, join_reason, fresh = self._chosen(lane)
         is_idle = not (retired or preempted or decoding or chunks or fresh)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         number, block_size = self._num_plans + 1, self.limits.block_size
@@ -180,6 +163,30 @@ class Scheduler(Generic[S]):
         )
         lane.planned(plan)
         return plan
+
+    def _chosen(self, lane: Lane[S]) -> tuple[list[S], dict[int, int], str | None, list[tuple[S, int]]]:
+        """What is computed: (sequences that decode, chunks of prompts that were begun, why others join, these).
+
+        Those that join come each with its first prompt chunk.
+        """
+        fresh = self._admit_suspect(lane)
+        if self._suspect is not None:
+            goes_on = not fresh and self._suspect.lane == lane.number
+            most = self.limits.max_batch_prefill_tokens if goes_on else 0
+            return [], continue_prompts([self._suspect], most), None, fresh
+        running = self._running_in(lane)
+        decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
+        has_prompts = self.waiting or len(decoding) < len(running)
+        budget = self._prefill_budget(len(decoding)) if has_prompts else 0
+        chunks: dict[int, int] = {}
+        if self.ledger.is_contested:
+            head = self._next_in_turn()
+            has_room = head is not None and self._has_room(head)
+            chunks = divide_prompts(running, budget, head if has_room else None, self.ledger.weights)
+        elif budget:
+            chunks = continue_prompts(running, budget)
+        join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values()))
+        return decoding, chunks, join_reason, fresh
 
     def _running_in(self, lane: Lane[S]) -> Collection[S]:
         if len(self._lanes) == 1:
