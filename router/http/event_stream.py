@@ -8,7 +8,7 @@ proxies close silent connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.errors import SlowClient
 from router.http.guard import ClientConnection, ClientGone
-from router.requests.continuing import NOTHING, Journal
+from router.requests.continuing import NOTHING, Journal, Prepare
 from router.requests.generation import OpenRequest
 from router.scheduling.request import Event
 
@@ -29,12 +29,8 @@ KEEP_ALIVE_S = 15.0
 MAX_UNREAD_BYTES = 256 * 1024
 
 
-# What takes too long to be written between the tokens of others; those frames that have it have a method `prepare`.
-Prepare = Callable[[list[tuple[int, list[Event]]]], Awaitable[None]]
-
-
 class Frames(Protocol):
-    """How an API writes the events of its streams."""
+    """How an API writes the events of its streams. Some have a method `prepare` too (`Prepare`)."""
 
     def write(self, index: int, events: list[Event]) -> bytes:
         """All frames for these events, at least one, of the sequence of this number."""

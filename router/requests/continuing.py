@@ -38,6 +38,7 @@ MARK = b": lockstep "
 NOTHING = MARK + b"{}\n\n"
 
 Write = Callable[[int, list[Event]], bytes]
+# Frames that take too long to be written between the tokens of other streams are prepared before `Write`.
 Prepare = Callable[[list[tuple[int, list[Event]]]], Awaitable[None]]
 KnownToken = tuple[NonNegativeInt, float | None, list[tuple[NonNegativeInt, float]]]  # id, logprob, candidates
 
