@@ -30,7 +30,7 @@ from fastapi import FastAPI
 from host.logs import BEAT, configure_logging
 from router.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.batching.batcher import Batcher
-from router.batching.prefix_mover import COUNTERS, Mover, TierMetrics
+from router.batching.prefix_mover import Mover, TierMetrics
 from router.config import RouterConfig
 from router.grammars.follower import Follower
 from router.http.guard import GuardedHttpProtocol
@@ -99,7 +99,7 @@ async def run(config: RouterConfig) -> int:
     news = None if config.control_fd is None else NextGroup(config.group)
     shards = ShardGroup(config.shard_sockets, news)
     try:
-        hearing = _hear(news, config.control_fd)
+        listening = _listen_to_launcher(news, config.control_fd)
         started = await _unless_stopped(stop, shards.begin(partial(_start, config, shards)))
         if started is None:
             return 0
@@ -108,7 +108,7 @@ async def run(config: RouterConfig) -> int:
         started = replace(started, tiers=mover.contents)
         metrics = Metrics(started.limits)
         if mover.contents is not None:
-            metrics.add(TierMetrics(mover, started.limits.block_size), *COUNTERS)
+            metrics.add(TierMetrics(mover, started.limits.block_size), *TierMetrics.COUNTERS)
         follower = Follower(matchers_of(config, started.limits, tokenizer))  # it starts with the first grammar
         batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower, mover=mover)
         app = create_app(
@@ -132,11 +132,11 @@ async def run(config: RouterConfig) -> int:
         formats = app.state.services.answer_formats.facts(*asked, has_template=bool(chat_template.named))
         logger.info("%s", table(config, started, address, formats), extra={"raw": True})
         gc.set_threshold(*GC_THRESHOLDS)
-        listeners = doors(listener)
+        listeners = listener_descriptors(listener)
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         connections = Connections(config, max_connections())
         server = HttpServer(app, connections, partial(_ready, shards, address))
-        watching = asyncio.create_task(_watch(shards, news, hearing, batcher))
+        watching = asyncio.create_task(_watch(shards, news, listening, batcher))
         try:
             return await _serve(server, listeners, batcher, watching, stop, config, mover)
         finally:
@@ -146,7 +146,7 @@ async def run(config: RouterConfig) -> int:
         await shards.close()
 
 
-def doors(listener: socket.socket) -> list[socket.socket]:
+def listener_descriptors(listener: socket.socket) -> list[socket.socket]:
     """Descriptors of the one listener, for the event loop to accept at each in every turn."""
     return [listener, *(listener.dup() for _ in range(MOST_ACCEPTED - 1))]
 
@@ -171,7 +171,7 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _hear(news: NextGroup | None, descriptor: int | None) -> asyncio.Future[None]:
+def _listen_to_launcher(news: NextGroup | None, descriptor: int | None) -> asyncio.Future[None]:
     """Hear what the launcher says of later groups, for ever."""
     loop = asyncio.get_running_loop()
     if news is None or descriptor is None:
@@ -179,7 +179,7 @@ def _hear(news: NextGroup | None, descriptor: int | None) -> asyncio.Future[None
     return loop.create_task(news.listen(descriptor))
 
 
-async def _watch(shards: ShardGroup, news: NextGroup | None, hearing: asyncio.Future[None], batcher: Batcher) -> None:
+async def _watch(shards: ShardGroup, news: NextGroup | None, listening: asyncio.Future[None], batcher: Batcher) -> None:
     """Watch the time of steps, act on what the launcher says, and give it signs of life, for ever."""
     if news is not None:
 
@@ -189,7 +189,7 @@ async def _watch(shards: ShardGroup, news: NextGroup | None, hearing: asyncio.Fu
 
         news.on_news = on_news
         on_news()  # what has come by now
-    await asyncio.gather(shards.watch(), hearing, _beat())
+    await asyncio.gather(shards.watch(), listening, _beat())
 
 
 async def _beat() -> None:
@@ -255,17 +255,17 @@ class HttpServer(uvicorn.Server):
         self._connections.is_leaving = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take in who has connected and what has come on connections that are kept open, then close.
+        """Accept the connections that wait and read what has come on connections that are kept open, then close.
 
-        Closing a listener resets the connections that nobody has accepted, with the requests that they have sent.
+        Closing a listener resets the connections that are not accepted yet, with the requests that they have sent.
         """
         self.leave()
-        knocks = select.poll()
+        waiting = select.poll()
         for listener in sockets or ():
-            knocks.register(listener, select.POLLIN)
+            waiting.register(listener, select.POLLIN)
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_BYTES_S):
-                while knocks.poll(0):
+                while waiting.poll(0):
                     await asyncio.sleep(0)
         for _ in range(TURNS_TO_READ):
             await asyncio.sleep(0)
@@ -301,7 +301,7 @@ async def _serve(
         raise batcher.failure
     for task in (batching, watching):
         if not task.cancelled():
-            task.result()  # it raises what nobody expected
+            task.result()  # it raises an unexpected error
     return 0 if stop.is_set() else 1
 
 

@@ -1,6 +1,6 @@
 """The HTTP application: which routes there are, their status, errors and documentation.
 
-Left out: what the routes of an API do (`router/apis`), and how a stream is written (`event_stream.py`).
+Left out: what the routes of an API do (`router/apis`), and how a stream is written (`router/http/event_stream.py`).
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def _add_heads(app: FastAPI) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Every answer that is not a success has the same JSON shape, whoever raised it."""
+    """Every answer that is not a success has the same JSON shape, wherever it was raised."""
 
     async def refused(request: Request, error: Any) -> Response:
         request.state.log.setdefault("reason", error.error_type)

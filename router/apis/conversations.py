@@ -12,7 +12,7 @@ from router.chat.prompting import rendering
 from router.chat.reader import Reading
 from router.chat.tools import Offer
 from router.chat.transcript import Transcript
-from router.requests.prompt import Asked, Rendering
+from router.requests.prompt import PromptRequest, Rendering
 from router.requests.schemas import GenerateParameters
 from router.scheduling.request import Entry
 
@@ -25,10 +25,10 @@ class Turn:
     reading: Reading | None
     begun: str
 
-    def asked(self, given: GenerateParameters) -> Asked:
+    def prompt_request(self, given: GenerateParameters) -> PromptRequest:
         """What the router is asked for. Raises ValidationError."""
-        one = Asked(self.render, given, has_special_tokens=True, shows_stop=False, num_answers=1)
-        return one if self.reading is None else self.reading.asked(one, self.begun)
+        one = PromptRequest(self.render, given, has_special_tokens=True, shows_stop=False, num_answers=1)
+        return one if self.reading is None else self.reading.applied_to(one, self.begun)
 
     def reader(self, services: Services, entry: Entry) -> AnswerReader:
         """What takes the answer apart."""

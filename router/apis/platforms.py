@@ -21,11 +21,11 @@ from router.apis.openai.routes import rendering_of
 from router.apis.openai.streams import DONE_DATA, ChatChunk, TextChunk
 from router.apis.serving import Handler, Services, collect, json_response, read, read_bytes
 from router.apis.tgi.answers import GenerateResponse, response_headers
-from router.apis.tgi.requests import GenerateRequest, asked_of
+from router.apis.tgi.requests import GenerateRequest, prompt_request_of
 from router.apis.tgi.streams import StreamResponse
 from router.errors import ValidationError
 from router.requests import schemas
-from router.requests.prompt import Asked
+from router.requests.prompt import PromptRequest
 from router.requests.samples import Answer, likeliest_first
 from router.requests.schemas import Strict
 
@@ -63,7 +63,7 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
     most_values = schemas.MOST_VALUES + most * services.limits.max_input_length
 
     async def meant(request: Request) -> Handler:
-        """Who answers this body, which is put back."""
+        """The handler that answers this body, which is put back."""
         body = request.state.body = await read_bytes(request, services)
         schemas.refuse_excess(body, most_values)
         if not isinstance(fields := _value_of(body), dict):
@@ -108,11 +108,11 @@ def _value_of(body: bytes) -> Any:
         return None
 
 
-def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Services) -> Asked:
+def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Services) -> PromptRequest:
     if instance.stream:
         raise ValidationError(f"`instances.{number}.stream` is true, and /vertex answers at once: leave it out")
     if isinstance(instance, GenerateRequest):
-        return asked_of(instance)
+        return prompt_request_of(instance)
     if instance.logprobs or instance.top_logprobs:
         raise ValidationError(f"`instances.{number}.logprobs` is not served on /vertex: leave it out")
     if instance.n not in (None, 1):
@@ -132,7 +132,7 @@ def _before(instance: GenerateRequest | ChatRequest) -> str:
     return ""
 
 
-def _by_prompt(asked: Sequence[Asked], answers: Sequence[Answer]) -> list[Sequence[Answer]]:
+def _by_prompt(asked: Sequence[PromptRequest], answers: Sequence[Answer]) -> list[Sequence[Answer]]:
     """The samples of each prompt."""
     found, start = [], 0
     for one in asked:

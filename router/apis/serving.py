@@ -28,8 +28,8 @@ from router.http.event_stream import PING, EventStream, Frames, first_events
 from router.http.guard import ClientConnection
 from router.http.whole_answers import PlainAnswer
 from router.requests import continuing, schemas
-from router.requests.generation import Generator, OpenRequest
-from router.requests.prompt import Asked
+from router.requests.generation import Caller, Generator, OpenRequest
+from router.requests.prompt import PromptRequest
 from router.requests.samples import Answer
 from router.requests.validation import Validator
 from router.sandbox.pool import Sandbox
@@ -113,14 +113,16 @@ async def read_bytes(request: Request, services: Services) -> bytes:
 
 
 def _note_names(request: Request, body: BaseModel) -> None:
-    """For the log line: the model that the client names, and fields that nobody looks at."""
+    """For the log line: the model that the client names, and fields that are not looked at."""
     if isinstance(model := getattr(body, "model", None), str):
         request.state.log["model"] = harmless(model)
     if isinstance(body, schemas.Lenient) and (ignored := body.ignored()):
         request.state.log["ignored_fields"] = harmless_names(ignored)
 
 
-async def collect(request: Request, asked: Sequence[Asked], services: Services) -> tuple[OpenRequest, list[Answer]]:
+async def collect(
+    request: Request, asked: Sequence[PromptRequest], services: Services
+) -> tuple[OpenRequest, list[Answer]]:
     """All samples of a plain answer, and the request, which is closed. Raises RouterError."""
     with ClientConnection.of(request.scope).needed():
         with closing(await _open(request, asked, services, is_stream=False)) as opened:
@@ -129,14 +131,14 @@ async def collect(request: Request, asked: Sequence[Asked], services: Services) 
 
 async def shaped(request: Request, services: Services, shape: Callable[[], Shaped]) -> Shaped:
     """What `shape` makes of a whole answer, in a thread: a long one takes long, and streams go on meanwhile."""
-    account = account_of(request)
+    caller = Caller(account_of(request), peer_of(request))
     with ClientConnection.of(request.scope).needed():
-        return await services.workers.do(shape, account.owner if account is not None else peer_of(request))
+        return await services.workers.do(shape, caller.owner)
 
 
 async def stream(
     request: Request,
-    asked: Sequence[Asked],
+    asked: Sequence[PromptRequest],
     services: Services,
     frames_of: Callable[[OpenRequest], Frames],
     headers: dict[str, str],
@@ -162,7 +164,9 @@ async def stream(
     return answer
 
 
-async def _open(request: Request, asked: Sequence[Asked], services: Services, *, is_stream: bool) -> OpenRequest:
+async def _open(
+    request: Request, asked: Sequence[PromptRequest], services: Services, *, is_stream: bool
+) -> OpenRequest:
     return await services.generator.open(
         asked,
         headers=request.headers,
@@ -170,14 +174,14 @@ async def _open(request: Request, asked: Sequence[Asked], services: Services, *,
         request_id=request.state.request_id,
         log=request.state.log,
         known=continuing.known_of(request) if is_stream else None,
-        **asked_by(request, services),
+        caller=caller_of(request, services),
     )
 
 
-def asked_by(request: Request, services: Services) -> dict[str, Any]:
+def caller_of(request: Request, services: Services) -> Caller:
     """Whose request it is, and how long it may take from now on. Raises ValidationError."""
     timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
-    return {"account": account_of(request), "peer": peer_of(request), "timeout_s": timeout_s}
+    return Caller(account_of(request), peer_of(request), timeout_s)
 
 
 def account_of(request: Request) -> Account | None:

@@ -1,7 +1,7 @@
-"""The running batch as people may look at it: who is in it, what the last steps computed, KV blocks, prefix hits.
+"""The running batch as people may look at it: its requests, what the last steps computed, KV blocks, prefix hits.
 
-It is put together when somebody asks. Steps are recorded only while somebody looks: the first look begins, and when
-nobody has looked for UNSEEN_S the record ends and is forgotten. Left out: every text. Where several API keys share the
+It is put together when it is asked for. Steps are recorded only while it is: the first look begins the record, and
+UNSEEN_S after the last one the record ends and is forgotten. Left out: every text. Where several API keys share the
 server, a key sees of the others' requests how long they are and how far they have come, and neither their ids, which
 clients choose, nor what the prefix cache held of them, which would say what they begin with: the totals of that cache
 are those of its own requests, once these are over.
@@ -40,7 +40,7 @@ class BatchView:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are recorded: somebody has looked of late."""
+        """Whether steps are recorded: there was a look of late."""
         return self._end is not None
 
     def look(self, account: Account | None) -> Json:

@@ -11,26 +11,16 @@ the shards apply retire before add.
 
 A sequence is its tokens: what the shards lose, all of it with one that dies or hangs, the step's part where a step
 fails, is queued again in its order, with the tokens that it has got, and its stream goes on with the very same ones.
-What was in such a step twice without getting a token between runs alone, and fails alone if that is lost too. Where one
-API key's request makes room for another's, it leaves the shards and waits to be rebuilt in the same way; the tokens of
-steps that are under way then belong to nobody, and come again.
+A sequence that was in such a step twice without getting a token between runs alone, and fails alone if it is lost then
+too. Where one API key's request makes room for another's, it leaves the shards and waits to be rebuilt in the same way;
+the tokens of steps that are under way are then dropped, and come again.
 
-A sequence with a grammar is held from each token until it is known what may come next, which is found out beside this
+A sequence with a grammar is held from each token until it is known what may come next, which is found out in another
 process. Steps go on without it meanwhile, two under way as ever. Tokens that its grammar forces come with the next one
 that it gets.
 
-What this module leaves out: who runs when (`scheduler.py`), text (`text.py`), HTTP, the wire (`client.py`), grammars.
-
-The replies of the shards, which can be waited for beside something else that may happen before.
-
-Requests that wait for their grammars: from a token that has come to what may come behind it.
-
-From a token to what its request's reader gets: text, events, and the times that are measured.
-
-Where log-probabilities are the model's own, candidates and prompts stay as compact as they came: an API that tells of
-them knows what their texts are.
-
-Left out: whose token it is, and how a request ends (`batcher.py`).
+Left out: which requests run when (`router/scheduling/scheduler.py`), how text grows (`router/text/generated.py`), HTTP,
+the wire (`router/shards/client.py`), and how grammars are followed (`router/grammars/follower.py`).
 """
 
 from __future__ import annotations
@@ -70,195 +60,10 @@ from router.telemetry.metrics import Metrics, StepTrace
 from router.text.generated import FinishReason, GeneratedText
 from router.text.tokenizer import ModelTokenizer
 
-
-class Replies:
-    """Of the shards that serve now. A reply that was waited for in vain is waited for again: nothing is lost."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._receiving: asyncio.Future[StepReply] | None = None
-
-    async def next(self, waking: asyncio.Event | None) -> StepReply | None:
-        """The reply to the oldest step, or None if `waking` is set from now on before it comes. Raises ShardError."""
-        if self._receiving is None:
-            if waking is None:
-                return await self._shards.receive()
-            self._receiving = asyncio.ensure_future(self._shards.receive())
-        if waking is None:
-            await asyncio.wait({self._receiving})
-        else:
-            await self._either(self._receiving, waking)
-        if not self._receiving.done():
-            return None
-        receiving, self._receiving = self._receiving, None
-        return receiving.result()
-
-    @staticmethod
-    async def _either(receiving: asyncio.Future[Any], waking: asyncio.Event) -> None:
-        waking.clear()
-        woken: asyncio.Future[Any] = asyncio.ensure_future(waking.wait())
-        try:
-            await asyncio.wait((receiving, woken), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            woken.cancel()
-
-    def forget(self) -> None:
-        """The shards are lost, or nobody will ask again."""
-        if self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving.add_done_callback(lambda receiving: receiving.cancelled() or receiving.exception())
-            self._receiving = None
-
-
-class Held:
-    """Asks the matchers of one batching loop.
-
-    allow: called when it is known what an entry may get; fail: when that cannot be found out; go_on: after either.
-    """
-
-    def __init__(
-        self,
-        matching: Matching | None,
-        allow: Callable[[Entry, Continuation], None],
-        fail: Callable[[Entry, RouterError], None],
-        go_on: Callable[[], None],
-    ) -> None:
-        self.asked: set[Entry] = set()  # entries whose matchers have not answered
-        self._matching = matching
-        self._allow = allow
-        self._fail = fail
-        self._go_on = go_on
-
-    def begin(self, entry: Entry) -> None:
-        """Have a matcher for it, if it has a grammar."""
-        if entry.request.grammar is not None:
-            assert self._matching is not None, "without matchers, grammars are refused"
-            known = entry.generated_ids
-            entry.match = self._matching.begin(entry.request.grammar, partial(self._note, entry), known)
-            if known:
-                self.asked.add(entry)
-
-    def ask(self, entry: Entry, token_id: int) -> None:
-        """Find out what its grammar, if it has one, allows behind this token. It is held until then."""
-        if entry.match is not None and not entry.is_over:
-            self.asked.add(entry)
-            entry.match.advance(token_id)
-
-    def end(self, entry: Entry) -> None:
-        """Nothing more is wanted of it."""
-        if entry.match is not None:
-            self.asked.discard(entry)
-            entry.match.end()
-
-    def _note(self, entry: Entry, found: Continuation | RouterError) -> None:
-        self.asked.discard(entry)
-        if isinstance(found, RouterError):
-            self._fail(entry, found)
-        elif not entry.is_over:
-            self._allow(entry, found)
-        self._go_on()
-
-
-class TokenEvents:
-    """Makes events with one tokenizer."""
-
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def of_token(
-        self, entry: Entry, token_id: int, text: str, logprob: float | None, candidates: Sequence[tuple[int, float]]
-    ) -> Token:
-        """A token that was generated, and whose text has just been found. Raises TokenizerError."""
-        is_special = token_id in self._tokenizer.special_ids and token_id not in entry.request.ends.shown_ids
-        if entry.request.sampling.raw_logprobs:
-            return ScoredToken(token_id, text, logprob, is_special, (), entry.generated.piece, candidates)
-        return Token(token_id, text, logprob, is_special, tuple(self._lone(id, value) for id, value in candidates))
-
-    def of_prompt(self, entry: Entry) -> PromptTokens | PromptScores:
-        """The log-probabilities of its prompt, all of which have come. Raises TokenizerError."""
-        if entry.request.sampling.raw_logprobs:
-            return entry.prompt_scores
-        prompt = zip(entry.request.token_ids, [None, *entry.prompt_scores.logprobs], strict=True)
-        return PromptTokens(tuple(self._lone(id, logprob) for id, logprob in prompt))
-
-    def _lone(self, id: int, logprob: float | None) -> Token:
-        return Token(id, self._tokenizer.token_text(id), logprob, id in self._tokenizer.special_ids)
-
-
 Candidates = list[tuple[int, float]]
 KnownToken = tuple[int, float | None, Candidates]  # id, log-probability, candidates
 
-
-class Delivery:
-    """Delivers the tokens of all requests."""
-
-    def __init__(self, scheduler: Scheduler[Entry], tokenizer: ModelTokenizer, metrics: Metrics) -> None:
-        self._scheduler = scheduler
-        self._events = TokenEvents(tokenizer)
-        self._metrics = metrics
-
-    def deliver(
-        self, entry: Entry, token_id: int, logprob: float, top_tokens: Candidates, now: float
-    ) -> FinishReason | None:
-        """Give a token to its reader; why it is the last, if it is."""
-        if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
-            self._note_time(entry, now)
-            return FinishReason.LENGTH
-        text, reason = entry.generated.push(token_id)
-        self._scheduler.delivered(entry, token_id)
-        self._note_time(entry, now)
-        entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
-        return reason
-
-    def take_known(self, entry: Entry, tokens: Sequence[KnownToken]) -> FinishReason | None:
-        """Give the reader tokens that another server has generated; why the last of them ends it, if it does."""
-        for token_id, logprob, top_tokens in tokens:
-            text, reason = entry.generated.push(token_id)
-            entry.generated_ids.append(token_id)
-            entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
-            if reason is not None:
-                return reason
-        return None
-
-    def take_forced(self, entry: Entry) -> Iterator[tuple[int, float, Candidates]]:
-        """What its grammar had come before the token that has come, with log-probabilities: none for most requests."""
-        return iter(()) if entry.match is None else _forced(entry, self._scheduler.taken(entry))
-
-    def _note_time(self, entry: Entry, now: float) -> None:
-        if entry.first_token_at:
-            self._metrics.inter_token.observe(now - entry.last_token_at)
-        else:
-            entry.first_token_at = now
-            if entry.request.generates:
-                self._metrics.time_to_first_token.observe(now - entry.queued_at)
-            if entry.request.prompt_logprobs:
-                entry.events.put_nowait(self._events.of_prompt(entry))
-        entry.last_token_at = now
-
-
-def _forced(entry: Entry, token_ids: Sequence[int]) -> Iterator[tuple[int, float, Candidates]]:
-    """The model's own log-probabilities where these are asked for; else no other token was possible."""
-    scores, entry.forced_scores = entry.forced_scores, PromptScores()
-    for place, token_id in enumerate(token_ids):
-        if entry.request.sampling.raw_logprobs:
-            yield token_id, scores.logprobs[place], list(scores.candidates(place))
-        else:
-            yield token_id, 0.0, [(token_id, 0.0)] if entry.request.top_n_tokens else []
-
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _SentStep:
-    """A step that was sent and whose reply has not come yet."""
-
-    plan: StepPlan[Entry]
-    sent_at: float
-
-    @property
-    def method(self) -> str:
-        return "prefill" if self.plan.chunks else "decode"
 
 
 class Batcher:
@@ -276,7 +81,7 @@ class Batcher:
         clock: Callable[[], float] = time.perf_counter,
         trace: Callable[[StepTrace], None] | None = None,
     ) -> None:
-        self.is_leaving = False  # about to drain: whoever asks for health should go elsewhere
+        self.is_leaving = False  # about to drain: a health check should send clients elsewhere
         self.outage: ShardError | None = None  # why nothing runs at the moment
         self.failure: ShardError | None = None  # why nothing will run again
         self.matching = matching  # None: no request has a grammar
@@ -290,8 +95,8 @@ class Batcher:
         self._mover.wake = self.wake
         self._scheduler: Scheduler[Entry] = Scheduler(limits, self._mover.index)
         self._delivery = Delivery(self._scheduler, tokenizer, metrics)
-        self._held = Held(matching, self._scheduler.allow, self.end, self.wake)
-        metrics.watch(self._scheduler, self._held.asked)
+        self._grammar_waits = GrammarWaits(matching, self._scheduler.allow, self.end, self.wake)
+        metrics.watch(self._scheduler, self._grammar_waits.waiting)
         self.view = BatchView(self._scheduler, metrics)
         self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
@@ -352,7 +157,7 @@ class Batcher:
             entry.admitted_at = entry.first_token_at = now
             self._finish(entry, reason)
             return entry
-        self._held.begin(entry)
+        self._grammar_waits.begin(entry)
         self._scheduler.add(entry)
         self._work.set()
         return entry
@@ -445,7 +250,7 @@ class Batcher:
     @property
     def _awaits_others(self) -> bool:
         """Whether requests wait for a grammar or a disk, and no step."""
-        return bool(self._held.asked) or self._scheduler.awaits_disk
+        return bool(self._grammar_waits.waiting) or self._scheduler.awaits_disk
 
     # ------------------------------------------------------------------------------------------------ plan
 
@@ -529,7 +334,7 @@ class Batcher:
             logger.exception("a token of sequence %d could not be delivered", entry.id)
             self._fail(entry, IncompleteGeneration())
         else:
-            self._held.ask(entry, token_id)
+            self._grammar_waits.ask(entry, token_id)
 
     def _deliver_token(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
         if entry.is_over:  # a forced token before this one has ended it
@@ -551,13 +356,13 @@ class Batcher:
         entry.events.put_nowait(Failed(error))
 
     def _drop(self, entry: Entry) -> None:
-        """End an entry whose answer nobody waits for."""
+        """End an entry whose client has gone."""
         if not entry.is_over:
             self._end(entry)
 
     def _end(self, entry: Entry) -> None:
         entry.is_over = True
-        self._held.end(entry)
+        self._grammar_waits.end(entry)
         del self._live[entry.id]
         self._drain_rate.ended(entry.max_tokens)
 
@@ -595,3 +400,186 @@ class Batcher:
         for entry in list(self._live.values()):
             self._fail(entry, error)
         self._scheduler.forget_cancelled()
+
+
+@dataclass(slots=True)
+class _SentStep:
+    """A step that was sent and whose reply has not come yet."""
+
+    plan: StepPlan[Entry]
+    sent_at: float
+
+    @property
+    def method(self) -> str:
+        return "prefill" if self.plan.chunks else "decode"
+
+
+class Replies:
+    """The replies of the shards, which can be waited for beside something else that may happen before.
+
+    A reply that was waited for in vain is waited for again: nothing is lost.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._receiving: asyncio.Future[StepReply] | None = None
+
+    async def next(self, waking: asyncio.Event | None) -> StepReply | None:
+        """The reply to the oldest step, or None if `waking` is set before it comes. Raises ShardError."""
+        if self._receiving is None:
+            if waking is None:
+                return await self._shards.receive()
+            self._receiving = asyncio.ensure_future(self._shards.receive())
+        if waking is None:
+            await asyncio.wait({self._receiving})
+        else:
+            await self._either(self._receiving, waking)
+        if not self._receiving.done():
+            return None
+        receiving, self._receiving = self._receiving, None
+        return receiving.result()
+
+    @staticmethod
+    async def _either(receiving: asyncio.Future[Any], waking: asyncio.Event) -> None:
+        waking.clear()
+        woken: asyncio.Future[Any] = asyncio.ensure_future(waking.wait())
+        try:
+            await asyncio.wait((receiving, woken), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
+
+    def forget(self) -> None:
+        """The shards are lost, or no reply will be asked for again."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving.add_done_callback(lambda receiving: receiving.cancelled() or receiving.exception())
+            self._receiving = None
+
+
+class GrammarWaits:
+    """Sequences that are held from a token that has come until it is known what their grammars allow behind it.
+
+    allow: called when it is known what an entry may get; fail: when that cannot be found out; go_on: after either.
+    """
+
+    def __init__(
+        self,
+        matching: Matching | None,
+        allow: Callable[[Entry, Continuation], None],
+        fail: Callable[[Entry, RouterError], None],
+        go_on: Callable[[], None],
+    ) -> None:
+        self.waiting: set[Entry] = set()  # their matchers have not answered
+        self._matching = matching
+        self._allow = allow
+        self._fail = fail
+        self._go_on = go_on
+
+    def begin(self, entry: Entry) -> None:
+        """Have a matcher for it, if it has a grammar."""
+        if entry.request.grammar is not None:
+            assert self._matching is not None, "without matchers, grammars are refused"
+            known = entry.generated_ids
+            entry.match = self._matching.begin(entry.request.grammar, partial(self._note, entry), known)
+            if known:
+                self.waiting.add(entry)
+
+    def ask(self, entry: Entry, token_id: int) -> None:
+        """Find out what its grammar, if it has one, allows behind this token. It is held until then."""
+        if entry.match is not None and not entry.is_over:
+            self.waiting.add(entry)
+            entry.match.advance(token_id)
+
+    def end(self, entry: Entry) -> None:
+        """Nothing more is wanted of it."""
+        if entry.match is not None:
+            self.waiting.discard(entry)
+            entry.match.end()
+
+    def _note(self, entry: Entry, found: Continuation | RouterError) -> None:
+        self.waiting.discard(entry)
+        if isinstance(found, RouterError):
+            self._fail(entry, found)
+        elif not entry.is_over:
+            self._allow(entry, found)
+        self._go_on()
+
+
+class Delivery:
+    """From a token to what its request's reader gets: text, events, and the times that are measured.
+
+    Where log-probabilities are the model's own, candidates and prompts stay as compact as they came: an API that tells
+    of them knows what their texts are.
+    """
+
+    def __init__(self, scheduler: Scheduler[Entry], tokenizer: ModelTokenizer, metrics: Metrics) -> None:
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    def deliver(
+        self, entry: Entry, token_id: int, logprob: float, top_tokens: Candidates, now: float
+    ) -> FinishReason | None:
+        """Give a token to its reader; why it is the last, if it is."""
+        if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
+            self._note_time(entry, now)
+            return FinishReason.LENGTH
+        text, reason = entry.generated.push(token_id)
+        self._scheduler.delivered(entry, token_id)
+        self._note_time(entry, now)
+        entry.events.put_nowait(self._token(entry, token_id, text, logprob, top_tokens))
+        return reason
+
+    def take_known(self, entry: Entry, tokens: Sequence[KnownToken]) -> FinishReason | None:
+        """Give the reader tokens that another server has generated; why the last of them ends it, if it does."""
+        for token_id, logprob, top_tokens in tokens:
+            text, reason = entry.generated.push(token_id)
+            entry.generated_ids.append(token_id)
+            entry.events.put_nowait(self._token(entry, token_id, text, logprob, top_tokens))
+            if reason is not None:
+                return reason
+        return None
+
+    def take_forced(self, entry: Entry) -> Iterator[tuple[int, float, Candidates]]:
+        """What its grammar had come before the token that has come, with log-probabilities: none for most requests."""
+        return iter(()) if entry.match is None else _forced(entry, self._scheduler.taken(entry))
+
+    def _note_time(self, entry: Entry, now: float) -> None:
+        if entry.first_token_at:
+            self._metrics.inter_token.observe(now - entry.last_token_at)
+        else:
+            entry.first_token_at = now
+            if entry.request.generates:
+                self._metrics.time_to_first_token.observe(now - entry.queued_at)
+            if entry.request.prompt_logprobs:
+                entry.events.put_nowait(self._prompt(entry))
+        entry.last_token_at = now
+
+    def _token(
+        self, entry: Entry, token_id: int, text: str, logprob: float | None, candidates: Sequence[tuple[int, float]]
+    ) -> Token:
+        """A token that was generated, and whose text has just been found. Raises TokenizerError."""
+        is_special = token_id in self._tokenizer.special_ids and token_id not in entry.request.ends.shown_ids
+        if entry.request.sampling.raw_logprobs:
+            return ScoredToken(token_id, text, logprob, is_special, (), entry.generated.piece, candidates)
+        return Token(token_id, text, logprob, is_special, tuple(self._lone(id, value) for id, value in candidates))
+
+    def _prompt(self, entry: Entry) -> PromptTokens | PromptScores:
+        """The log-probabilities of its prompt, all of which have come. Raises TokenizerError."""
+        if entry.request.sampling.raw_logprobs:
+            return entry.prompt_scores
+        prompt = zip(entry.request.token_ids, [None, *entry.prompt_scores.logprobs], strict=True)
+        return PromptTokens(tuple(self._lone(id, logprob) for id, logprob in prompt))
+
+    def _lone(self, id: int, logprob: float | None) -> Token:
+        return Token(id, self._tokenizer.token_text(id), logprob, id in self._tokenizer.special_ids)
+
+
+def _forced(entry: Entry, token_ids: Sequence[int]) -> Iterator[tuple[int, float, Candidates]]:
+    """The model's own log-probabilities where these are asked for; else no other token was possible."""
+    scores, entry.forced_scores = entry.forced_scores, PromptScores()
+    for place, token_id in enumerate(token_ids):
+        if entry.request.sampling.raw_logprobs:
+            yield token_id, scores.logprobs[place], list(scores.candidates(place))
+        else:
+            yield token_id, 0.0, [(token_id, 0.0)] if entry.request.top_n_tokens else []

@@ -1,13 +1,12 @@
-"""Has the shards move blocks between host and disk, beside the steps.
+"""Has the shards move blocks of the prefix cache between host and disk, beside the steps, and counts that.
 
 The index says what should move, and is told what has. At most two fetches and one store are under way, of a few MB
-each, so that a request that waits gets what has come, and what nobody waits for never keeps it waiting for long. A
-request waits for the disk as long as computing the same would take, by the steps before, and then it is computed. A
-disk that does not answer is not asked again.
+each, so that a request that waits gets what has come, and a store never keeps it waiting for long. A request waits for
+the disk as long as computing the same would take, by the steps before, and then it is computed. A disk that does not
+answer is not asked again.
 
-Left out: what is worth keeping (`index.py`), and how blocks come to the disk (`server/prefix/`).
-
-What the tiers behind the device hold and move, for Prometheus.
+Left out: what is worth keeping (`router/scheduling/prefix_index.py`), and how blocks come to the disk
+(`server/prefix/`).
 """
 
 from __future__ import annotations
@@ -33,6 +32,12 @@ MOVE_BYTES = 16 * 2**20  # of a rank, in one move
 MOST_BLOCKS = 64  # in one move
 LEAST_WAIT_S, MOST_WAIT_S = 0.5, 20.0  # of a request for the disk
 UNKNOWN_WAIT_S = 5.0  # while it is not known how long computing takes
+HIT_TOKENS = "tgi_prefix_tier_hit_tokens"
+WRITTEN = "tgi_prefix_tier_written_bytes"
+READ = "tgi_prefix_tier_read_bytes"
+DAMAGED = "tgi_prefix_tier_damaged_blocks"
+DROPPED = "tgi_prefix_tier_dropped_blocks"
+GIVEN_UP = "tgi_prefix_tier_given_up"
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +61,7 @@ class Mover:
         self.session = 0
         self.index = TierIndex()
         self.contents: TierContents | None = None  # at the start of the session
-        self.wake: Callable[[], None] = lambda: None  # called when something has moved, or somebody waits no longer
+        self.wake: Callable[[], None] = lambda: None  # called when something has moved, or a request waits no longer
         self._shards = shards
         self._block_size = block_size
         self._clock = clock
@@ -105,7 +110,7 @@ class Mover:
         task.add_done_callback(partial(self._done, tasks, self.index))
 
     def _done(self, tasks: set[asyncio.Task[None]], index: TierIndex, task: asyncio.Task[None]) -> None:
-        """Start the next. What nobody expected costs the disk, and not those who wait for what was being moved."""
+        """Start the next. An unexpected error costs the disk, and not the requests that wait for the blocks."""
         tasks.discard(task)
         if task.cancelled():
             return
@@ -153,7 +158,7 @@ class Mover:
             self._note(index, moved)
 
     async def _moved(self, session: int, index: TierIndex, move: Move) -> Moved | None:
-        """What became of it; None if nobody says, and then nothing more is asked of the disk."""
+        """What became of it; None if that is not known, and then nothing more is asked of the disk."""
         assert self._shards is not None
         try:
             return await self._shards.move_blocks(session, move)
@@ -196,21 +201,14 @@ class Mover:
 
 
 def _moved_of(move: Move, moved: Moved | None) -> list[bool]:
-    """Which blocks have moved; None: nobody says. A rank that is still at it leaves alone what steps overwrite."""
+    """Which blocks have moved; None: not known. A rank that is still at it leaves alone what steps overwrite."""
     return [False] * len(move.keys) if moved is None else moved.is_moved
 
 
-HIT_TOKENS = "tgi_prefix_tier_hit_tokens"
-WRITTEN = "tgi_prefix_tier_written_bytes"
-READ = "tgi_prefix_tier_read_bytes"
-DAMAGED = "tgi_prefix_tier_damaged_blocks"
-DROPPED = "tgi_prefix_tier_dropped_blocks"
-GIVEN_UP = "tgi_prefix_tier_given_up"
-COUNTERS = (HIT_TOKENS, WRITTEN, READ, DAMAGED, DROPPED, GIVEN_UP)
-
-
 class TierMetrics(Collector):
-    """Read from the mover whenever somebody looks. block_size: tokens of a block."""
+    """What the tiers behind the device hold and move, for Prometheus. block_size: tokens of a block."""
+
+    COUNTERS = (HIT_TOKENS, WRITTEN, READ, DAMAGED, DROPPED, GIVEN_UP)
 
     def __init__(self, mover: Mover, block_size: int) -> None:
         self._mover = mover

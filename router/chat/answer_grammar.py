@@ -4,7 +4,7 @@ A required call is held from the beginning of the answer, or from the end of its
 own choice is held where a function is strict: the text before it is free until the mark that calls begin with, or, in a
 format that begins without a mark, until its first character.
 
-Left out: who compiles grammars and follows texts (`router/grammars`).
+Left out: how grammars are compiled and texts followed (`router/grammars`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """What an answer consists of, whichever API shows it: text, reasoning, and calls of tools.
 
 A reader takes an answer's text, whole or as it comes, and gives out pieces. However the text is split, the joined
-pieces are the same (`whole`). `formats.py` says by which marks a model writes what.
-
-The parts of an answer in the order in which the model wrote them, for APIs that show them so.
-
-`pieces.py` has what a reader gives out, and the answer of APIs that show text, reasoning and calls side by side.
+pieces are the same. Some APIs show text, reasoning and calls side by side (`whole`), others one after the other, in the
+order in which the model wrote them (`parts_of`). `formats.py` says by which marks a model writes what.
 """
 
 from __future__ import annotations
@@ -48,6 +45,7 @@ class CallArguments:
 
 
 Piece = Text | Reasoning | CallBegun | CallArguments
+Kind = Literal["text", "reasoning", "call"]
 
 
 class AnswerReader(Protocol):
@@ -62,50 +60,6 @@ class AnswerReader(Protocol):
     @property
     def is_in_call(self) -> bool:
         """Whether a call has begun whose arguments are not complete."""
-
-
-@dataclass(slots=True)
-class Call:
-    """A call of a tool, as far as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class Content:
-    """All of an answer."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-
-def whole(pieces: Iterable[Piece]) -> Content:
-    """The answer that pieces make together."""
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[tuple[CallBegun, list[str]]] = []
-    for piece in pieces:
-        if isinstance(piece, Text):
-            texts.append(piece.text)
-        elif isinstance(piece, Reasoning):
-            reasoning.append(piece.text)
-        elif isinstance(piece, CallBegun):
-            calls.append((piece, []))
-        else:
-            calls[piece.index][1].append(piece.text)
-    found = [Call(begun.id, begun.name, "".join(arguments)) for begun, arguments in calls]
-    return Content("".join(texts), "".join(reasoning), found)
-
-
-def new_call_id() -> str:
-    """An id that no other call has."""
-    return f"call_{secrets.token_hex(12)}"
-
-
-Kind = Literal["text", "reasoning", "call"]
 
 
 class PlainReader:
@@ -153,6 +107,42 @@ class CountingReader:
 
 
 @dataclass(slots=True)
+class Call:
+    """A call of a tool, as far as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Content:
+    """All of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+def whole(pieces: Iterable[Piece]) -> Content:
+    """The answer that pieces make together."""
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[tuple[CallBegun, list[str]]] = []
+    for piece in pieces:
+        if isinstance(piece, Text):
+            texts.append(piece.text)
+        elif isinstance(piece, Reasoning):
+            reasoning.append(piece.text)
+        elif isinstance(piece, CallBegun):
+            calls.append((piece, []))
+        else:
+            calls[piece.index][1].append(piece.text)
+    found = [Call(begun.id, begun.name, "".join(arguments)) for begun, arguments in calls]
+    return Content("".join(texts), "".join(reasoning), found)
+
+
+@dataclass(slots=True)
 class Part:
     """A stretch of an answer: text, reasoning, or one call with its id and name; its `texts` are one text."""
 
@@ -182,3 +172,8 @@ def parts_of(pieces: Iterable[Piece]) -> list[Part]:
                     parts.append(Part(kind))
                 parts[-1].texts.append(text)
     return parts or [Part("text")]
+
+
+def new_call_id() -> str:
+    """An id that no other call has."""
+    return f"call_{secrets.token_hex(12)}"

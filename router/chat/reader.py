@@ -1,12 +1,10 @@
-"""Reads an answer as the model writes it: reasoning, text, and calls of tools in one of the formats of `formats.py`.
+"""Reads answers as the model writes them: reasoning, text, and calls of tools in one of the formats of `formats.py`.
 
-Whatever was taken for a call and turns out to be none is text, with its marks. A call whose name is known is a call,
-however it goes on: its arguments are given out as the model writes them. Blanks around reasoning and calls are dropped.
-
-How a served model's answers are read, and those to one request.
-
-The marks of a format may be special tokens, which are no part of a text. Those of a model's formats are made part of it
-(`Asked.shown_marks`), and its reader takes them out again.
+`AnswerFormats` are the served model's, `Reading` is for one request, and a `Reader` takes one answer apart. What begins
+like a call and turns out to be none is text, with its marks. A call whose name is known is a call, however it goes on:
+its arguments are given out as the model writes them. Blanks around reasoning and calls are dropped. The marks of a
+format may be special tokens, which are no part of a text: they are made part of it (`PromptRequest.shown_marks`), and
+the reader takes them out again.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from router.chat.tools import Offer
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar
 from router.requests.grammars import grammar_of
-from router.requests.prompt import Asked
+from router.requests.prompt import PromptRequest
 from router.text.tokenizer import ModelTokenizer
 
 MOST_CHARACTERS_OF_A_NAME = 64
@@ -46,7 +44,125 @@ Visible = type[Text] | type[Reasoning]
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class AnswerFormats:
+    """The formats of the served model. tools_name and reasoning_name: in the tables; the latter may be `none`."""
+
+    tools_name: str
+    reasoning_name: str
+    mark_ids: frozenset[int] = frozenset()  # of their marks, those that are special tokens
+    token_ids: Mapping[str, int] = field(default_factory=dict)  # mark -> id, of those that are a token of their own
+
+    @classmethod
+    def of(
+        cls, tools_asked: str, reasoning_asked: str, template: ChatTemplate, tokenizer: ModelTokenizer
+    ) -> AnswerFormats:
+        """By the settings `tool_call_parser` and `reasoning_parser`, and where they are `auto`, by the template."""
+        texts = "\n".join(template.named.values())
+        tools = tool_format_name(tools_asked, texts)
+        reasoning = reasoning_format_name(reasoning_asked, texts)
+        found = cls(tools, reasoning)
+        marks = [*(found.tools.marks if found.tools else ()), *(found.reasoning.marks if found.reasoning else ())]
+        added = {token.content: id for id, token in tokenizer.tokenizer.get_added_tokens_decoder().items()}
+        ids = {mark: added[mark] for mark in marks if mark in added}
+        return cls(tools, reasoning, tokenizer.special_ids.intersection(ids.values()), ids)
+
+    @property
+    def tools(self) -> ToolFormat | None:
+        """The format of calls; None: none are read."""
+        return None if self.tools_name == NONE else TOOLS[self.tools_name]
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """The format of reasoning; None: none is read."""
+        return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
+
+    def facts(self, tools_asked: str, reasoning_asked: str, *, has_template: bool) -> list[tuple[str, str, str]]:
+        """Rows of the start-up table: what, which, and why."""
+        if not has_template:
+            return [("chats", "refused", "the model has no chat template: --chat-template FILE")]
+        sources = ["the chat template" if asked == AUTO else "" for asked in (tools_asked, reasoning_asked)]
+        return [("tool calls", self.tools_name, sources[0]), ("reasoning", self.reasoning_name, sources[1])]
+
+    def reading(self, offered: Offer) -> Reading | None:
+        """How answers to a request with these tools are read; None: as text alone. Raises ValidationError."""
+        tools = self.tools if offered.tools else None
+        if offered.tools and tools is None:
+            raise ValidationError(
+                "`tools` are not served by this server: leave them out, or start it without --tool-call-parser none"
+            )
+        if tools is None and self.reasoning is None:
+            return None
+        names = frozenset(tool.name for tool in offered.callable_tools)
+        rules = ReadingRules(tools, names, offered.choice.is_parallel, self.reasoning)
+        return Reading(self, rules, offered)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers to one request are read, and what holds them to it.
+
+    First `applied_to` its prompt, then `reader` for each answer.
+    """
+
+    formats: AnswerFormats
+    rules: ReadingRules
+    offered: Offer
+
+    def applied_to(self, one: PromptRequest, begun: str = "") -> PromptRequest:
+        """The same request with what its readers need. Raises ValidationError.
+
+        begun: what a final message that is continued has of the answer already.
+        """
+        one = replace(one, shown_marks=one.shown_marks | self.formats.mark_ids)
+        wanted = grammar_of(one.given)
+        if wanted is not None and self.offered.choice.mode != "required":
+            grammar = partial(self._calls_or if self.offered.tools else self._behind_reasoning, wanted, begun)
+            return replace(one, answer_grammar=grammar)
+        if self.call_grammar("", begun) is None:
+            return one
+        if one.given.ignore_eos:
+            raise ValidationError(
+                "`ignore_eos` is not served where a call of `tools` is required or strict: leave it out"
+            )
+        return replace(one, answer_grammar=partial(self.call_grammar, begun=begun))
+
+    def call_grammar(self, prompt_end: str, begun: str = "") -> str | None:
+        """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""
+        if (its := self.rules.tool_format) is None:
+            return None
+        return self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
+
+    def _calls_or(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
+        """What holds an answer to calls, or else to what the client wants."""
+        its = self.rules.tool_format
+        assert its is not None, "`AnswerFormats.reading` has refused tools where they are not read"
+        return self._grammar.calls_or(wanted, its, self.offered, is_within=self._is_within(prompt_end, begun))
+
+    def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
+        """What the client wants the answer held to, where it begins within reasoning, which is free."""
+        return self._grammar.behind_reasoning(wanted) if self._is_within(prompt_end, begun) else None
+
+    @property
+    def _grammar(self) -> AnswerGrammar:
+        return AnswerGrammar(self.rules.reasoning, self.formats.token_ids, self.formats.mark_ids)
+
+    def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
+        """A reader for one answer.
+
+        prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
+        within reasoning.
+        """
+        return Reader(self.rules, self._is_within(prompt_end, begun))
+
+    def _is_within(self, prompt_end: str, begun: str) -> bool:
+        its = self.rules.reasoning
+        if its is None:
+            return False
+        return begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRules:
     """How to read an answer.
 
     names: of the tools that it may call. is_parallel: whether it may have more than one call; later ones are dropped.
@@ -61,15 +177,17 @@ class Manner:
 class Reader:
     """An AnswerReader. is_reasoning: whether the prompt ends within reasoning."""
 
-    def __init__(self, manner: Manner, is_reasoning: bool = False, make_id: Callable[[], str] = new_call_id) -> None:
-        self._manner = manner
+    def __init__(
+        self, rules: ReadingRules, is_reasoning: bool = False, make_id: Callable[[], str] = new_call_id
+    ) -> None:
+        self._rules = rules
         self._is_reasoning = is_reasoning
         self._make_id = make_id
         self.is_in_call = False
         self._stretch: tuple[Visible, Marks] | None = None  # what there is until one of these marks
         self._source = Source()
-        self._pieces = _Pieces(manner.is_parallel)
-        self._calls_format = manner.tool_format or ToolFormat("")
+        self._pieces = _Pieces(rules.is_parallel)
+        self._calls_format = rules.tool_format or ToolFormat("")
         self._json = JsonReader(self._source, self._calls_format.end)
         self._steps = self._answer()
         next(self._steps)
@@ -103,15 +221,15 @@ class Reader:
         yield
         with suppress(Ended):
             yield from self._reasoning()
-            if self._manner.tool_format is None:
+            if self._rules.tool_format is None:
                 yield from self._rest()
-            yield from self._text_and_calls(self._manner.tool_format or self._calls_format)
+            yield from self._text_and_calls(self._rules.tool_format or self._calls_format)
         self._pieces.text(self._source.recorded())
         self._pieces.end()
 
     def _reasoning(self) -> Steps[None]:
         """What the answer begins with, if that is reasoning."""
-        its = self._manner.reasoning
+        its = self._rules.reasoning
         if its is None:
             return
         if not self._is_reasoning:
@@ -234,13 +352,13 @@ class Reader:
 
     def _object(self, is_bare: bool) -> Steps[None]:
         """A call as an object of JSON. Without a mark in front of it, it has a name and arguments."""
-        yield from self._json.expect("{")
+        yield from self._source.expect("{")
         name: str | None = None
         early: list[str] = []  # arguments in front of the name
         has_arguments = False
         while (following := (yield from self._source.skip_blanks(others=","))) == '"':
             key = yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)
-            yield from self._json.expect(":")
+            yield from self._source.expect(":")
             if key == "name" and name is None:
                 yield from self._source.skip_blanks()
                 name = self._known((yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)))
@@ -293,7 +411,7 @@ class Reader:
 
     def _known(self, name: str) -> str:
         """The name of a tool. Raises NotThis for another: a client gets no calls of what it does not have."""
-        if name not in self._manner.names:
+        if name not in self._rules.names:
             raise NotThis
         return name
 
@@ -396,122 +514,3 @@ class _Pieces:
             self._found.append(Reasoning(text))
         else:
             self._found.append(CallArguments(self._num_calls - 1, text))
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How the answers to one request are read, and what holds them to it: `asked`, then `reader` for each answer."""
-
-    formats: AnswerFormats
-    manner: Manner
-    offered: Offer
-
-    @property
-    def shown_marks(self) -> frozenset[int]:
-        """Special tokens that the readers need to see in the text."""
-        return self.formats.mark_ids
-
-    def asked(self, one: Asked, begun: str = "") -> Asked:
-        """The same request with what its readers need. Raises ValidationError.
-
-        begun: what a final message that is continued has of the answer already.
-        """
-        wanted = grammar_of(one.given)
-        if wanted is not None and self.offered.choice.mode != "required":
-            held = partial(self._calls_or if self.offered.tools else self._behind_reasoning, wanted, begun)
-            return replace(one, shown_marks=one.shown_marks | self.shown_marks, held=held)
-        if self.held("", begun) is None:
-            return replace(one, shown_marks=one.shown_marks | self.shown_marks)
-        if one.given.ignore_eos:
-            raise ValidationError(
-                "`ignore_eos` is not served where a call of `tools` is required or strict: leave it out"
-            )
-        return replace(one, shown_marks=one.shown_marks | self.shown_marks, held=partial(self.held, begun=begun))
-
-    def held(self, prompt_end: str, begun: str = "") -> str | None:
-        """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""
-        if (its := self.manner.tool_format) is None:
-            return None
-        return self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
-
-    def _calls_or(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
-        """What holds an answer to calls, or else to what the client wants."""
-        its = self.manner.tool_format
-        assert its is not None, "`AnswerFormats.reading` has refused tools where they are not read"
-        return self._grammar.calls_or(wanted, its, self.offered, is_within=self._is_within(prompt_end, begun))
-
-    def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
-        """What the client wants the answer held to, where it begins within reasoning, which is free."""
-        return self._grammar.behind_reasoning(wanted) if self._is_within(prompt_end, begun) else None
-
-    @property
-    def _grammar(self) -> AnswerGrammar:
-        return AnswerGrammar(self.manner.reasoning, self.formats.token_ids, self.formats.mark_ids)
-
-    def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
-        """A reader for one answer.
-
-        prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
-        within reasoning.
-        """
-        return Reader(self.manner, self._is_within(prompt_end, begun))
-
-    def _is_within(self, prompt_end: str, begun: str) -> bool:
-        its = self.manner.reasoning
-        if its is None:
-            return False
-        return begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormats:
-    """The formats of the served model. tools_name and reasoning_name: in the tables; the latter may be `none`."""
-
-    tools_name: str
-    reasoning_name: str
-    mark_ids: frozenset[int] = frozenset()  # of their marks, those that are special tokens
-    token_ids: Mapping[str, int] = field(default_factory=dict)  # mark -> id, of those that are a token of their own
-
-    @classmethod
-    def of(
-        cls, tools_asked: str, reasoning_asked: str, template: ChatTemplate, tokenizer: ModelTokenizer
-    ) -> AnswerFormats:
-        """By the settings `tool_call_parser` and `reasoning_parser`, and where they are `auto`, by the template."""
-        texts = "\n".join(template.named.values())
-        tools = tool_format_name(tools_asked, texts)
-        reasoning = reasoning_format_name(reasoning_asked, texts)
-        found = cls(tools, reasoning)
-        marks = [*(found.tools.marks if found.tools else ()), *(found.reasoning.marks if found.reasoning else ())]
-        added = {token.content: id for id, token in tokenizer.tokenizer.get_added_tokens_decoder().items()}
-        ids = {mark: added[mark] for mark in marks if mark in added}
-        return cls(tools, reasoning, tokenizer.special_ids.intersection(ids.values()), ids)
-
-    @property
-    def tools(self) -> ToolFormat | None:
-        """The format of calls; None: none are read."""
-        return None if self.tools_name == NONE else TOOLS[self.tools_name]
-
-    @property
-    def reasoning(self) -> ReasoningFormat | None:
-        """The format of reasoning; None: none is read."""
-        return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
-
-    def facts(self, tools_asked: str, reasoning_asked: str, *, has_template: bool) -> list[tuple[str, str, str]]:
-        """Rows of the start-up table: what, which, and why."""
-        if not has_template:
-            return [("chats", "refused", "the model has no chat template: --chat-template FILE")]
-        sources = ["the chat template" if asked == AUTO else "" for asked in (tools_asked, reasoning_asked)]
-        return [("tool calls", self.tools_name, sources[0]), ("reasoning", self.reasoning_name, sources[1])]
-
-    def reading(self, offered: Offer) -> Reading | None:
-        """How answers to a request with these tools are read; None: as text alone. Raises ValidationError."""
-        tools = self.tools if offered.tools else None
-        if offered.tools and tools is None:
-            raise ValidationError(
-                "`tools` are not served by this server: leave them out, or start it without --tool-call-parser none"
-            )
-        if tools is None and self.reasoning is None:
-            return None
-        names = frozenset(tool.name for tool in offered.callable_tools)
-        manner = Manner(tools, names, offered.choice.is_parallel, self.reasoning)
-        return Reading(self, manner, offered)

@@ -1,17 +1,12 @@
-"""A text that comes in pieces, to be read by generators: they yield where more text is needed to go on.
+"""Values that a model is still writing, read as they come: JSON, and a call's arguments in Python's notation.
 
-What is read is dropped, and what waits unread is shorter than the longest mark, so reading a text costs what it is
-long, however it is split.
+Readers are generators that yield where more text is needed to go on (`Steps`). What is read is dropped, and what waits
+unread is shorter than the longest mark, so reading a text costs what it is long, however it is split.
 
-Reads JSON that a model is still writing: one value, piece by piece, as it is written.
-
-Lenient where strictness would lose what the model wrote: brackets are counted, not matched, and what is between them is
-passed on as it is. Whoever gets a call's arguments has to parse them anyway.
-
-Reads the arguments of a call in Python's notation that a model is still writing, as JSON.
-
-Only what stands for a value of JSON is read: texts, numbers, True, False, None, lists, tuples and dictionaries. Nothing
-is evaluated, and what is nested is kept on a stack of our own: a model may nest as deep as it likes.
+`JsonReader` is lenient where strictness would lose what the model wrote: brackets are counted, not matched, and what is
+between them is passed on as it is; a client has to parse a call's arguments anyway. `PythonReader` writes JSON, and
+reads only what stands for a value of it: texts, numbers, True, False, None, lists, tuples and dictionaries. Nothing is
+evaluated, and what is nested is kept on a stack of our own: a model may nest as deep as it likes.
 """
 
 from __future__ import annotations
@@ -22,12 +17,19 @@ from collections.abc import Callable, Container, Generator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+NO_BLANK = re.compile(r"\S")
+
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]  # it yields whenever there is nothing left to read
+Sink = Callable[[str], None]
 
 
 class Ended(Exception):
     """The text is over before what was expected came."""
+
+
+class NotThis(Exception):
+    """What comes is not what was expected."""
 
 
 class Marks:
@@ -60,9 +62,6 @@ class Marks:
                 return found.start()
             at = found.end()
         return len(text)
-
-
-NO_BLANK = re.compile(r"\S")
 
 
 class Source:
@@ -134,6 +133,12 @@ class Source:
             else:
                 return character
 
+    def expect(self, character: str) -> Steps[None]:
+        """Read this character behind blanks. Raises NotThis, and Ended."""
+        if (yield from self.skip_blanks()) != character:
+            raise NotThis
+        self.take(1)
+
     def until(self, marks: Marks, keeps: Container[str] = ()) -> Steps[tuple[str, str]]:
         """(text in front of the next mark, or what there is of it by now, the mark). The mark is read too.
 
@@ -166,15 +171,9 @@ SCALAR_ENDS = ",]} \t\r\n"
 ENDS_OF_SCALARS = Marks((), SCALAR_ENDS)
 BRACKETS = "[]{}"
 
-Sink = Callable[[str], None]
-
-
-class NotThis(Exception):
-    """What comes is not what was expected."""
-
 
 class JsonReader:
-    """Reads from a source. end_mark: ends a value that is not closed; it stays unread, but within a string."""
+    """Reads values from a source. end_mark: ends a value that is not closed; it stays unread, but within a string."""
 
     def __init__(self, source: Source, end_mark: str = "") -> None:
         self._source = source
@@ -194,7 +193,7 @@ class JsonReader:
 
     def short_string(self, most: int) -> Steps[str]:
         """A string of at most so many characters as they are written. Raises NotThis, and Ended."""
-        yield from self.expect('"')
+        yield from self._source.expect('"')
         written: list[str] = []
 
         def bounded(text: str) -> None:
@@ -204,12 +203,6 @@ class JsonReader:
 
         yield from self._rest_of_string(bounded)
         return decoded('"' + "".join(written))
-
-    def expect(self, character: str) -> Steps[None]:
-        """Read this character behind blanks. Raises NotThis, and Ended."""
-        if (yield from self._source.skip_blanks()) != character:
-            raise NotThis
-        self._source.take(1)
 
     def _nested(self, sink: Sink) -> Steps[None]:
         depth = 0
@@ -266,7 +259,7 @@ PYTHON_QUOTES = {quote: Marks((), f"{quote}\\") for quote in "'\""}
 
 
 class PythonReader:
-    """Reads from a source."""
+    """Reads the arguments of a call from a source."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -285,7 +278,7 @@ class PythonReader:
                     return
                 comma, is_behind_value = "", True
             elif is_behind_value:
-                yield from self._expect(",")
+                yield from self._source.expect(",")
                 comma, is_behind_value = ", ", False
             else:
                 sink(comma)
@@ -308,14 +301,14 @@ class PythonReader:
             if not NAME.fullmatch(name):
                 raise NotThis
             self._source.recorded()
-            yield from self._expect("=")
+            yield from self._source.expect("=")
             sink(f"{json.dumps(name)}: ")
         elif is_keyed:
             character = yield from self._source.skip_blanks()
             if character not in PYTHON_QUOTES:
                 raise NotThis
             yield from self._string(character, sink)
-            yield from self._expect(":")
+            yield from self._source.expect(":")
             sink(": ")
 
     def _scalar(self, first: str, sink: Sink) -> Steps[None]:
@@ -367,11 +360,6 @@ class PythonReader:
         except (ValueError, OverflowError):
             return "\ufffd"
         return character
-
-    def _expect(self, character: str) -> Steps[None]:
-        if (yield from self._source.skip_blanks()) != character:
-            raise NotThis
-        self._source.take(1)
 
 
 def _inside(text: str) -> str:

@@ -1,7 +1,7 @@
 """A model's chat template: where it is found, and the prompt that it makes of messages.
 
-A template is a program of the model's publisher in Jinja2, fed with what clients send. It runs aside (`router/aside`),
-sandboxed, and gives what transformers' `apply_chat_template` gives.
+A template is a program of the model's publisher in Jinja2, fed with what clients send. It runs in a
+sandboxed process (`router/sandbox`), and gives what transformers' `apply_chat_template` gives.
 
 Left out: what messages look like in each API, and reading tool calls out of what the model answers.
 """

@@ -1,7 +1,7 @@
 """Tools that a chat's request offers to the model, which of them it is to call, and what of that is refused.
 
 Left out: what tools look like in each API, how models write calls (`formats.py`), and how those are read
-(`reading.py`).
+(`reader.py`).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Transcript:
         self._messages.append(_Message("tool", [text], of_call={"tool_call_id": id, **named}))
 
     def messages(self) -> list[dict[str, Any]]:
-        """All of it. Raises ValidationError where nobody said anything."""
+        """All of it. Raises ValidationError where there is no message but system ones."""
         if not any(message.role != "system" for message in self._messages):
             raise ValidationError("there is no message of the user: give at least one")
         return [message.for_template() for message in self._messages]

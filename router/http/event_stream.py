@@ -8,7 +8,7 @@ proxies close silent connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.errors import SlowClient
 from router.http.guard import ClientConnection, ClientGone
-from router.requests.continuing import NOTHING, Journal
+from router.requests.continuing import NOTHING, Journal, Prepare
 from router.requests.generation import OpenRequest
 from router.scheduling.request import Event
 
@@ -29,12 +29,8 @@ KEEP_ALIVE_S = 15.0
 MAX_UNREAD_BYTES = 256 * 1024
 
 
-# What takes too long to be written between the tokens of others; those frames that have it have a method `prepare`.
-Prepare = Callable[[list[tuple[int, list[Event]]]], Awaitable[None]]
-
-
 class Frames(Protocol):
-    """How an API writes the events of its streams."""
+    """How an API writes the events of its streams. Some have a method `prepare` too (`Prepare`)."""
 
     def write(self, index: int, events: list[Event]) -> bytes:
         """All frames for these events, at least one, of the sequence of this number."""
@@ -101,7 +97,7 @@ class EventStream(Response):
             if data:  # there may be nothing to show yet, and an empty chunk would be the end
                 num_unread = connection.write_chunk(data)
                 self._num_writes += 1
-                most_unread = max(most_unread, 2 * len(data))  # what was written at once, nobody could have read
+                most_unread = max(most_unread, 2 * len(data))  # what was written at once, no client could have read
             if self._opened.is_over:
                 return
             if num_unread > most_unread:

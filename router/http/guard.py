@@ -35,7 +35,7 @@ import orjson
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.http.transport import ClientTransport, Connections, UpToTheEnd
+from router.http.transport import ClientTransport, Connections
 
 MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one; clients that send any are rare
 FREE_BODY_PARTS, LEAST_BODY_PART = 1000, 64  # chunks or packets of a body, and bytes of each one beyond, on average
@@ -62,7 +62,7 @@ TOO_MANY = refusal(429, "Too many connections or unanswered requests", "overload
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The connection is lost: the answer is not wanted any more."""
 
 
 class ClientConnection:
@@ -111,7 +111,7 @@ class ClientConnection:
             self._on_lost = None
 
     def lost(self) -> None:
-        """Tell whoever needs the connection that it is gone. The protocol calls this."""
+        """Cancel the block that needs the connection, which is gone. The protocol calls this."""
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
@@ -164,9 +164,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Who is closing gives way, then who waits for a request, who sends one, who does not read; else this one.
+        """A connection that closes gives way, then one that waits for a request, sends one, is not read; else this one.
 
-        Of those who wait or send, the peer with the most connections comes first.
+        Of those that wait or send, one of the peer with the most connections comes first.
         """
         shared = self._shared
         largest = shared.of_largest_peer()
@@ -181,7 +181,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self.transport.end()
 
     def give_way(self) -> None:
-        """End this connection, which waits for its client, as another one needs its place. Who does not read is cut."""
+        """End this connection, which waits for its client, as another one needs its place; an unread one is reset."""
         if self._arriving is not Arriving.NOTHING and not self.transport.is_closing():
             self._refuse(TOO_MANY)
         if self.transport.num_unread:
@@ -191,7 +191,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._wait_for_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop all clocks and tell whoever answers."""
+        """Stop all clocks and cancel the answer."""
         self._set_clock(None)
         self._wait_among(None)
         self._shared.forget(self._peer, self)
@@ -266,7 +266,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer: these count alike and are dropped, as nobody may take them for headers."""
+        """A header, or a trailer: these count alike and are dropped, so that none is taken for a header."""
         if not self._is_primed:
             return
         self._num_header_lines += 1
@@ -282,7 +282,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._stop(UNKNOWN_CODING)  # which would be taken undecoded
         super().on_headers_complete()
         if not _knows_chunks(self.cycle):
-            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UpToTheEnd()
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _UpToTheEnd()
         if self._shared.is_leaving:
             self.cycle.keep_alive = False
         self._due.append(self.cycle)
@@ -333,7 +333,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self.transport.num_ahead = 0
         self._unset_keepalive_if_required()  # ours goes on when empty lines come
-        self._due.popleft().body = bytearray()  # a part that nobody asked for stays as long as the connection
+        self._due.popleft().body = bytearray()  # a part that is not wanted would stay as long as the connection
         if self._last_words is None:
             self._wait_for_client()
         elif not self._due:
@@ -417,7 +417,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._refuse(TIMED_OUT, lingers=False)
 
     def close(self) -> None:
-        """End a connection on which nothing is asked."""
+        """End a connection on which no request is under way."""
         self.transport.close()
         self._wait_for_client()
 
@@ -425,3 +425,16 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 def _knows_chunks(cycle: RequestResponseCycle) -> bool:
     """Whether the client that asked for this answer does."""
     return bool(cycle.scope["http_version"] != "1.0")
+
+
+class _UpToTheEnd(int):
+    """The length of an answer that ends with its connection: for uvicorn, which counts, any number of bytes is it."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _UpToTheEnd:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False

@@ -1,18 +1,12 @@
-"""The sending side of one connection: how long a client may leave bytes unread, and how a connection is closed.
+"""The sending side of connections: how long clients may leave bytes unread, and how a connection is closed.
 
 `ClientTransport` stands between the HTTP protocol and the event loop's transport. It counts what is written through it,
-so that a clock can tell whether what waits in this process is taken: each byte has `unread_timeout` for that, and all
-connections have a bound together (`unread.py`).
+so that a clock can tell whether what waits in this process is taken: each byte has `unread_timeout` for that, and what
+all connections leave unread has a bound (`Unread`).
 
 Closing while a client sends would make the kernel answer its bytes with a reset, which also takes away the answer that
 the client has not read yet. So a connection is closed in two steps (RFC 9112, 9.6): nothing more is sent, and what
 comes is thrown away until the client has closed too, for a limited time and up to a limited size.
-
-Answers that wait in this process for their clients: all of them together keep within a bound.
-
-A permit is given back when an answer is computed, so permits do not bound what clients leave unread; and each byte has
-`unread_timeout`, in which a hundred clients could each leave megabytes. When more waits than `max_unread_bytes`, the
-client that has taken nothing for the longest is given up: one that reads takes something many times a second.
 """
 
 from __future__ import annotations
@@ -23,88 +17,9 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from router.config import RouterConfig
-
-
-class Reader(Protocol):
-    """The sending side of a connection."""
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes that wait in this process."""
-
-    @property
-    def num_taken(self) -> int:
-        """Bytes that no longer wait, since the connection began."""
-
-    def reset(self) -> None:
-        """Close at once, with all that waits."""
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """What was seen of one reader."""
-
-    num_bytes: int
-    num_taken: int
-    taken_at: float  # when its number of taken bytes was first seen
-
-
-class Unread:
-    """What waits for the clients of all connections of one listener."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0  # as last seen: what clients have taken since makes it less
-        self._waiting: dict[Reader, _Waiting] = {}
-
-    def note(self, reader: Reader, now: float) -> None:
-        """Bytes were added to what waits for a client. Resets connections if that is too much of all."""
-        self._look(reader, now)
-        if self._num_bytes > self._max_bytes:
-            self._look_at_all(now)
-            while self._num_bytes > self._max_bytes and len(self._waiting) > 1:  # one alone is no longer than an answer
-                self._reset_slowest()
-
-    def reset_slowest(self, now: float) -> bool:
-        """Reset the connection whose client has taken nothing for the longest. Returns whether any waits."""
-        self._look_at_all(now)
-        return self._reset_slowest()
-
-    def forget(self, reader: Reader) -> None:
-        """Nothing waits for this client any more."""
-        waiting = self._waiting.pop(reader, None)
-        if waiting is not None:
-            self._num_bytes -= waiting.num_bytes
-
-    def _look_at_all(self, now: float) -> None:
-        for reader in list(self._waiting):
-            self._look(reader, now)
-
-    def _look(self, reader: Reader, now: float) -> None:
-        num_bytes = reader.num_unread
-        if not num_bytes:
-            self.forget(reader)
-            return
-        num_taken = reader.num_taken
-        waiting = self._waiting.get(reader)
-        if waiting is None:
-            waiting = self._waiting[reader] = _Waiting(0, num_taken, now)
-        if num_taken > waiting.num_taken:
-            waiting.num_taken, waiting.taken_at = num_taken, now
-        self._num_bytes += num_bytes - waiting.num_bytes
-        waiting.num_bytes = num_bytes
-
-    def _reset_slowest(self) -> bool:
-        slowest = min(self._waiting, key=lambda reader: self._waiting[reader].taken_at, default=None)
-        if slowest is None:
-            return False
-        self.forget(slowest)
-        slowest.reset()
-        return True
-
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 CLOSING_S = 0.5  # for a client to close in its turn: longer than the way there and back
@@ -207,7 +122,7 @@ class ClientTransport(asyncio.Transport):
         if self.is_closing():
             return
         self._is_closing = True
-        self._transport.resume_reading()  # it may be paused, for a body that nobody reads any more
+        self._transport.resume_reading()  # it may be paused, for a body that is not read any more
         self._transport.write_eof()
         seconds, at_last = (self._limits.body_timeout, self.reset) if self.is_receiving else (CLOSING_S, self.end)
         self._linger_clock = self._loop.call_later(seconds, at_last)
@@ -218,7 +133,7 @@ class ClientTransport(asyncio.Transport):
         self._transport.close()
 
     def discard(self, num_bytes: int) -> None:
-        """Count bytes of a request that nobody wants; too many of them end the connection."""
+        """Count bytes of a request that is not read; too many of them end the connection."""
         self.num_discarded += num_bytes
         if self.num_discarded > self._limits.max_discarded_bytes:
             self.reset()
@@ -269,7 +184,7 @@ class ClientTransport(asyncio.Transport):
 
 @dataclass
 class Connections:
-    """What all connections of one listener share: their limits, what they leave unread, and who could make room."""
+    """What all connections of one listener share: their limits, what they leave unread, and which could make room."""
 
     limits: RouterConfig
     max_connections: int
@@ -298,14 +213,69 @@ class Connections:
                 del self.of_peer[peer]
 
 
-class UpToTheEnd(int):
-    """The length of an answer that ends with its connection: for uvicorn, which counts, any number of bytes is it."""
+class Unread:
+    """What waits for the clients of all connections of one listener, and the bound on it.
 
-    def __lt__(self, other: int) -> bool:
-        return False
+    A permit is given back when an answer is computed, so permits do not bound what clients leave unread; and each byte
+    has `unread_timeout`, in which a hundred clients could each leave megabytes. When more waits than `max_bytes`, the
+    client that has taken nothing for the longest is given up: one that reads takes something many times a second.
+    """
 
-    def __sub__(self, other: int) -> UpToTheEnd:
-        return self
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0  # as last seen: what clients have taken since makes it less
+        self._waiting: dict[ClientTransport, _Waiting] = {}
 
-    def __ne__(self, other: object) -> bool:
-        return False
+    def note(self, client: ClientTransport, now: float) -> None:
+        """Bytes were added to what waits for a client. Resets connections if that is too much of all."""
+        self._look(client, now)
+        if self._num_bytes > self._max_bytes:
+            self._look_at_all(now)
+            while self._num_bytes > self._max_bytes and len(self._waiting) > 1:  # one alone is no longer than an answer
+                self._reset_slowest()
+
+    def reset_slowest(self, now: float) -> bool:
+        """Reset the connection whose client has taken nothing for the longest. Returns whether any waits."""
+        self._look_at_all(now)
+        return self._reset_slowest()
+
+    def forget(self, client: ClientTransport) -> None:
+        """Nothing waits for this client any more."""
+        waiting = self._waiting.pop(client, None)
+        if waiting is not None:
+            self._num_bytes -= waiting.num_bytes
+
+    def _look_at_all(self, now: float) -> None:
+        for client in list(self._waiting):
+            self._look(client, now)
+
+    def _look(self, client: ClientTransport, now: float) -> None:
+        num_bytes = client.num_unread
+        if not num_bytes:
+            self.forget(client)
+            return
+        num_taken = client.num_taken
+        waiting = self._waiting.get(client)
+        if waiting is None:
+            waiting = self._waiting[client] = _Waiting(0, num_taken, now)
+        if num_taken > waiting.num_taken:
+            waiting.num_taken, waiting.taken_at = num_taken, now
+        self._num_bytes += num_bytes - waiting.num_bytes
+        waiting.num_bytes = num_bytes
+
+    def _reset_slowest(self) -> bool:
+        slowest = min(self._waiting, key=lambda client: self._waiting[client].taken_at, default=None)
+        if slowest is None:
+            return False
+        self.forget(slowest)
+        slowest.reset()
+        return True
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What was seen of one client."""
+
+    num_bytes: int
+    num_taken: int
+    taken_at: float  # when its number of taken bytes was first seen

@@ -11,7 +11,8 @@ balancer sends the same request, with the same `x-request-id`, to another one, a
 That server makes no frame for what is known and goes on behind it, with the same seed: noise is a function of seed,
 position and token, so the tokens are those that would have come.
 
-Left out: who is the balancer (`deploy/ray/`), and how a sequence is rebuilt from its tokens (`scheduler.py`).
+Left out: the balancer (`deploy/ray/`), and how a sequence is rebuilt from its tokens
+(`router/scheduling/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MARK = b": lockstep "
 NOTHING = MARK + b"{}\n\n"
 
 Write = Callable[[int, list[Event]], bytes]
+# Frames that take too long to be written between the tokens of other streams are prepared before `Write`.
 Prepare = Callable[[list[tuple[int, list[Event]]]], Awaitable[None]]
 KnownToken = tuple[NonNegativeInt, float | None, list[tuple[NonNegativeInt, float]]]  # id, logprob, candidates
 
@@ -125,7 +127,7 @@ class Journal:
     async def new(
         self, events: list[tuple[int, list[Event]]], prepare: Prepare | None, write: Write
     ) -> list[tuple[int, list[Event]]]:
-        """Those that the client does not have; who writes frames learns of the others, too."""
+        """Those that the client does not have; what writes frames is given the others, too."""
         old: list[tuple[int, list[Event]]] = []
         new: list[tuple[int, list[Event]]] = []
         for index, some in events:

@@ -1,8 +1,8 @@
 """One request's way through the router: permit, validation, queue, answer.
 
 `Generator.open` does everything that can refuse a request and returns an `OpenRequest`. Its owner reads the answer from
-it and must close it, whatever happens. Closing gives the permits back, tells the batching loop if nobody wants the
-answer any more, and notes what its log line says. Nothing here knows HTTP shapes, so that several APIs can share it.
+it and must close it, whatever happens. Closing gives the permits back, tells the batching loop if the answer is not
+wanted any more, and notes what its log line says. Nothing here knows HTTP shapes, so that several APIs can share it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from router.accounts import Account, Permits
 from router.batching.batcher import Batcher
 from router.errors import DeadlinePassed, RouterError
 from router.requests.continuing import Journal, Known
-from router.requests.prompt import Asked, Rendering
+from router.requests.prompt import PromptRequest, Rendering
 from router.requests.samples import Answer, likeliest_first, one_per_prompt
 from router.requests.validation import Tokens, Validator, check_streamable
 from router.scheduling.request import (
@@ -39,12 +39,137 @@ Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
 
 
-async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
-    """All that is in a queue, once there is something."""
-    arrived = [await queue.get()]
-    while not queue.empty():
-        arrived.append(queue.get_nowait())
-    return arrived
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Where a request comes from, and how long it may take."""
+
+    account: Account | None = None  # of the key that it came with
+    peer: str = ""  # the address that it came from
+    timeout_s: float | None = None  # from when it is opened; the request ends with DeadlinePassed after it
+
+    @property
+    def owner(self) -> str:
+        """Among whose requests it waits for what is prepared before the queue: without a key, those of its peer."""
+        return self.account.owner if self.account is not None else self.peer
+
+
+class Generator:
+    """Opens requests: the only way to the batching loop."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        batcher: Batcher,
+        metrics: Metrics,
+        tracer: Tracer,
+        permits: Permits,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._validator = validator
+        self._batcher = batcher
+        self._metrics = metrics
+        self._tracer = tracer
+        self._permits = permits
+        self._clock = clock
+
+    async def open(
+        self,
+        asked: Sequence[PromptRequest],
+        *,
+        headers: Mapping[str, str],
+        is_stream: bool,
+        request_id: str,
+        log: dict[str, Any],
+        caller: Caller,
+        known: Known | None,
+    ) -> OpenRequest:
+        """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
+
+        Whatever it raises, it has given everything back then. log: gets what the request's log line says, at its end.
+        known: what another server has generated of it, which comes again first.
+        """
+        self._metrics.request_count.inc()
+        log["stream"] = is_stream
+        is_chat = any(callable(one.prompt) for one in asked)
+        parts = (self._clock, self._permits, self._metrics, self._tracer)
+        opened = OpenRequest(log, *parts, headers, caller.account, is_chat=is_chat)
+        with ExitStack() as undo:
+            undo.callback(opened.close)
+            with opened.noting_failure():
+                if is_stream:
+                    for one in asked:
+                        check_streamable(one.given)
+                opened.take_permits(1)
+                began = asyncio.get_running_loop().time()
+                valid = await self._in_time(self._validate(asked, caller.owner), caller.timeout_s)
+                if caller.timeout_s is not None:
+                    late = DeadlinePassed(caller.timeout_s)
+                    opened.end_at(began + caller.timeout_s, lambda entry: self._batcher.end(entry, late))
+                if known is not None:
+                    valid = known.checked(valid, self._batcher.limits.vocab_size)
+                opened.take_permits(len(valid) - 1)
+                opened.charge(sum(one.size().tokens for one in valid))
+                self._submit(opened, valid, caller.account, request_id, known)
+                if is_stream and len(valid) > 1:
+                    opened.merge_events()
+                for entry in one_per_prompt(opened.entries):
+                    self._metrics.input_length.observe(entry.request.input_length)
+                    self._metrics.max_new_tokens.observe(entry.request.wanted_tokens)
+            undo.pop_all()  # from here on the request's owner closes it
+        return opened
+
+    async def _validate(self, asked: Sequence[PromptRequest], owner: str) -> list[ValidRequest]:
+        return [valid for one in asked for valid in await self._validator.validate(one, owner)]
+
+    async def tokenise(self, asked: PromptRequest, shape: Callable[[str, Tokens], Shaped], caller: Caller) -> Shaped:
+        """What `shape` makes of a prompt's text and its tokens; a long one takes a thread as any request does.
+
+        Raises RouterError.
+        """
+        with self._permits.hold(caller.account):
+            return await self._in_time(self._validator.tokenise(asked, shape, caller.owner), caller.timeout_s)
+
+    async def detokenise(self, token_ids: Sequence[int], skip_special_tokens: bool, caller: Caller) -> str:
+        """The text of token ids. Raises RouterError."""
+        with self._permits.hold(caller.account):
+            work = self._validator.detokenise(token_ids, skip_special_tokens, caller.owner)
+            return await self._in_time(work, caller.timeout_s)
+
+    async def count(self, prompt: Rendering, caller: Caller) -> int:
+        """How many tokens a chat's prompt has. Raises RouterError."""
+        with self._permits.hold(caller.account):
+            return await self._in_time(self._validator.count(prompt, caller.owner), caller.timeout_s)
+
+    async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
+        """What comes of `work`. Raises DeadlinePassed."""
+        if timeout_s is None:
+            return await work
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await work
+        except TimeoutError:
+            self._metrics.timeouts.labels("validation").inc()
+            raise DeadlinePassed(timeout_s) from None
+
+    def _submit(
+        self,
+        opened: OpenRequest,
+        valid: Sequence[ValidRequest],
+        account: Account | None,
+        request_id: str,
+        known: Known | None,
+    ) -> None:
+        """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
+        owner, weight = ("", 1.0) if account is None else (account.owner, account.share)
+        self._batcher.check_room(valid, owner, weight)
+        for number, one in enumerate(valid):
+            tokens = known.samples[number].tokens if known is not None else ()
+            if not owner and one.priority < 0:  # without keys no client may pass others
+                one = replace(one, priority=0)
+            entry = self._batcher.submit(one, owner=owner, weight=weight, known=tokens)
+            entry.request_id = request_id
+            opened.entries.append(entry)
 
 
 class OpenRequest:
@@ -58,9 +183,9 @@ class OpenRequest:
         metrics: Metrics,
         tracer: Tracer,
         headers: Mapping[str, str],
-        account: Account | None = None,
+        account: Account | None,
         *,
-        is_chat: bool = False,
+        is_chat: bool,
     ) -> None:
         self.received_at = clock()
         self.entries: list[Entry] = []
@@ -256,156 +381,13 @@ def _visible_seed(entry: Entry) -> int | None:
     return sampling.seed if sampling.do_sample else None
 
 
-def _owner(account: Account | None) -> str:
-    return account.owner if account is not None else ""
-
-
-def _turn(account: Account | None, peer: str) -> str:
-    """Among whose requests one waits for what is prepared before the queue."""
-    return account.owner if account is not None else peer
+async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
+    """All that is in a queue, once there is something."""
+    arrived = [await queue.get()]
+    while not queue.empty():
+        arrived.append(queue.get_nowait())
+    return arrived
 
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
-
-
-class Generator:
-    """Opens requests: the one door to the batching loop."""
-
-    def __init__(
-        self,
-        validator: Validator,
-        batcher: Batcher,
-        metrics: Metrics,
-        tracer: Tracer,
-        permits: Permits,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._validator = validator
-        self._batcher = batcher
-        self._metrics = metrics
-        self._tracer = tracer
-        self._permits = permits
-        self._clock = clock
-
-    async def open(
-        self,
-        asked: Sequence[Asked],
-        *,
-        headers: Mapping[str, str],
-        is_stream: bool,
-        request_id: str = "",
-        log: dict[str, Any] | None = None,
-        account: Account | None = None,
-        peer: str = "",
-        timeout_s: float | None = None,
-        known: Known | None = None,
-    ) -> OpenRequest:
-        """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
-
-        Whatever it raises, it has given everything back then. account: of the key that it came with. peer: the address
-        that it came from, by which clients without a key take turns. timeout_s: from now on; the request ends with
-        DeadlinePassed after it. log: gets what the request's log line says, at its end. known: what another server has
-        generated of it, which comes again first.
-        """
-        self._metrics.request_count.inc()
-        log = {} if log is None else log
-        log["stream"] = is_stream
-        is_chat = any(callable(one.prompt) for one in asked)
-        parts = (self._clock, self._permits, self._metrics, self._tracer)
-        opened = OpenRequest(log, *parts, headers, account, is_chat=is_chat)
-        with ExitStack() as undo:
-            undo.callback(opened.close)
-            with opened.noting_failure():
-                if is_stream:
-                    for one in asked:
-                        check_streamable(one.given)
-                opened.take_permits(1)
-                began = asyncio.get_running_loop().time()
-                valid = await self._in_time(self._validate(asked, _turn(account, peer)), timeout_s)
-                if timeout_s is not None:
-                    late = DeadlinePassed(timeout_s)
-                    opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
-                if known is not None:
-                    valid = known.checked(valid, self._batcher.limits.vocab_size)
-                opened.take_permits(len(valid) - 1)
-                opened.charge(sum(one.size().tokens for one in valid))
-                self._submit(opened, valid, account, request_id, known)
-                if is_stream and len(valid) > 1:
-                    opened.merge_events()
-                for entry in one_per_prompt(opened.entries):
-                    self._metrics.input_length.observe(entry.request.input_length)
-                    self._metrics.max_new_tokens.observe(entry.request.wanted_tokens)
-            undo.pop_all()  # from here on the request's owner closes it
-        return opened
-
-    async def _validate(self, asked: Sequence[Asked], owner: str) -> list[ValidRequest]:
-        return [valid for one in asked for valid in await self._validator.validate(one, owner)]
-
-    async def tokenise(
-        self,
-        asked: Asked,
-        shape: Callable[[str, Tokens], Shaped],
-        *,
-        account: Account | None = None,
-        peer: str = "",
-        timeout_s: float | None = None,
-    ) -> Shaped:
-        """What `shape` makes of a prompt's text and its tokens; a long one takes a thread as any request does.
-
-        Raises RouterError. The others as for `open`.
-        """
-        with self._permits.hold(account):
-            return await self._in_time(self._validator.tokenise(asked, shape, _turn(account, peer)), timeout_s)
-
-    async def detokenise(
-        self,
-        token_ids: Sequence[int],
-        skip_special_tokens: bool,
-        *,
-        account: Account | None = None,
-        peer: str = "",
-        timeout_s: float | None = None,
-    ) -> str:
-        """The text of token ids. Raises RouterError. The others as for `open`."""
-        with self._permits.hold(account):
-            work = self._validator.detokenise(token_ids, skip_special_tokens, _turn(account, peer))
-            return await self._in_time(work, timeout_s)
-
-    async def count(
-        self, prompt: Rendering, *, account: Account | None = None, peer: str = "", timeout_s: float | None = None
-    ) -> int:
-        """How many tokens a chat's prompt has. Raises RouterError. The others as for `open`."""
-        with self._permits.hold(account):
-            return await self._in_time(self._validator.count(prompt, _turn(account, peer)), timeout_s)
-
-    async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
-        """What comes of `work`. Raises DeadlinePassed."""
-        if timeout_s is None:
-            return await work
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await work
-        except TimeoutError:
-            self._metrics.timeouts.labels("validation").inc()
-            raise DeadlinePassed(timeout_s) from None
-
-    def _submit(
-        self,
-        opened: OpenRequest,
-        valid: Sequence[ValidRequest],
-        account: Account | None,
-        request_id: str,
-        known: Known | None,
-    ) -> None:
-        """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
-        owner, weight = _owner(account), account.share if account is not None else 1.0
-        self._batcher.check_room(valid, owner, weight)
-        for number, one in enumerate(valid):
-            tokens = known.samples[number].tokens if known is not None else ()
-            if not owner and one.priority < 0:  # nobody may pass others where anybody may send
-                one = replace(one, priority=0)
-            entry = self._batcher.submit(one, owner=owner, weight=weight, known=tokens)
-            entry.request_id = request_id
-            opened.entries.append(entry)

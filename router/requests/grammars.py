@@ -1,4 +1,4 @@
-"""What a client writes for a grammar, in TGI's shapes, as a `Grammar`."""
+"""What holds the text of a request: a client's grammar in TGI's shapes, or one that tools and reasoning need."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grammar_of(given: GenerateParameters) -> Grammar | None:
     return _bounded(_grammar(given.grammar))
 
 
-def held_by(text: str | None) -> Grammar | None:
+def answer_grammar_of(text: str | None) -> Grammar | None:
     """What holds an answer beside what the client gives as its grammar. Raises ValidationError."""
     if text is None:
         return None
@@ -47,7 +47,7 @@ def held_by(text: str | None) -> Grammar | None:
 
 @contextmanager
 def renaming_errors(*, is_held: bool) -> Iterator[None]:
-    """Name what a request has where its grammar is not its own: its functions, and what holds it to them."""
+    """Speak of functions where their grammar, and none of the client's, is wrong. is_held: whether it is theirs."""
     try:
         yield
     except ValidationError as error:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from router.requests.schemas import GenerateParameters
 
-# A text that is yet to be made, such as a chat's by the model's template: for an owner, who waits in turn for it. It is
-# made once the request has its permit and its deadline.
+# A text that is yet to be made, such as a chat's by the model's template: for an owner, whose requests take turns with
+# others'. It is made once the request has its permit and its deadline.
 Rendering = Callable[[str], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptRequest:
     """One prompt. Parameters have TGI's names, whatever the API calls them.
 
     prompt: a text, token ids as they are, or how to make a text. has_special_tokens: whether a text has all special
@@ -25,8 +25,8 @@ class Asked:
     has_special_tokens: bool = False
     shows_stop: bool = True  # whether a stop sequence is part of the answer's text
     shown_marks: frozenset[int] = frozenset()  # special tokens that are part of the answer's text: marks to read it by
-    # What else holds the answer behind a prompt with this end (`ModelTokenizer.end_of`): a grammar in Lark's notation.
-    held: Callable[[str], str | None] | None = None
+    # From the end of the prompt (`ModelTokenizer.end_of`) to a grammar that holds the answer, in Lark's notation.
+    answer_grammar: Callable[[str], str | None] | None = None
     num_answers: int | None = None  # how many are wanted of it, each with a seed of its own; None: by `best_of`
     raw_logprobs: bool = False  # whether log-probabilities and candidates are the model's own, before any parameter
     prompt_logprobs: bool = False  # whether those of the prompt's tokens are wanted too

@@ -70,7 +70,7 @@ class Lenient(Strict):
                 raise ValidationError(f"`{name}` {its.sentence}")
 
     def ignored(self) -> list[str]:
-        """Names of the fields that nobody looks at, also those within other objects, each once."""
+        """Names of the fields that are not looked at, also those within other objects, each once."""
         extra = self.model_extra or {}
         looked_at = self.known.union(self.not_served)
         found = [name for name, value in extra.items() if value is not None and name not in looked_at]
@@ -161,7 +161,7 @@ def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Bo
 
 
 def _within(body: bytes, place: Sequence[int | str], *, is_missing: bool) -> Iterator[str]:
-    """Where in a body: a schema's place goes on with the types that a field may have, which are nobody's business."""
+    """Where in a body: a schema's place goes on with the types that a field may have, which are left out."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:  # which the schema takes, as it does a number of a hundred digits

@@ -5,12 +5,10 @@ remedy after it is ours. Deliberately kinder than TGI: `top_p` and `typical_p` o
 stricter: stop sequences that are empty or very long, texts of many times what fits, even with `truncate`, and numbers
 that the wire's 32-bit floats cannot carry, are refused.
 
-`check` is pure. `Validator` adds the tokenizer, which runs in threads (`workers.py`): a long prompt must not stall
+A request passes `check`, which holds every rule that needs no tokenizer; then its prompt becomes tokens; then
+`_fitted` holds the rules on their number. Words that are banned and grammars come last. Both functions are pure.
+`Validator` adds the tokenizer, which runs in threads (`router/sandbox/workers.py`): a long prompt must not stall
 running streams.
-
-What a request says of single tokens: biases of their scores, words that are never generated, and what ends it.
-
-Rules that need no tokenizer are checked with all others (`validation.py`), the rest where the prompt is tokenised.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from typing import TypeVar
 from router.errors import TooLong, ValidationError
 from router.grammars.compiler import Compiler
 from router.grammars.grammar import CompiledGrammar, Grammar
-from router.requests.grammars import grammar_of, held_by, renaming_errors
-from router.requests.prompt import Asked, Rendering
+from router.requests.grammars import answer_grammar_of, grammar_of, renaming_errors
+from router.requests.prompt import PromptRequest, Rendering
 from router.requests.schemas import GenerateParameters
 from router.sandbox.workers import Workers
 from router.scheduling.limits import Limits
@@ -41,139 +39,20 @@ MOST_BAD_WORDS = 64
 MOST_STOP_TOKENS = 64
 MOST_WORD_CHARACTERS = 1000  # more can never be few enough tokens of any language's words
 MOST_WORD_TOKENS = 32  # what the shards look back for
-
-
-def logit_bias(given: GenerateParameters, vocab_size: int) -> dict[int, float]:
-    """The biases by token. Raises ValidationError."""
-    asked = given.logit_bias or {}
-    if len(asked) > MOST_BIASES:
-        raise ValidationError(
-            f"`logit_bias` must have at most {MOST_BIASES} tokens. Given: {len(asked)}: keep those that matter most"
-        )
-    biases = {}
-    for key, bias in asked.items():
-        id = _token_id(key, vocab_size)
-        if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
-            raise ValidationError(f"`logit_bias` of token {id} must be >= -100 and <= 100. Given: {bias:g}")
-        biases[id] = bias
-    return {id: bias for id, bias in biases.items() if bias}
-
-
-def _token_id(key: str, vocab_size: int) -> int:
-    is_number = key.isascii() and key.isdecimal() and len(key) < 20 and (key == "0" or key[0] != "0")
-    if not is_number:
-        raise ValidationError(
-            f'`logit_bias` has the key {key[:32]!r}, which is no token id: write ids as decimal numbers, such as "42"'
-        )
-    if int(key) >= vocab_size:
-        raise ValidationError(
-            f"`logit_bias` has token {key}, but the model knows {vocab_size} tokens: use ids up to {vocab_size - 1}"
-        )
-    return int(key)
-
-
-def check_bad_words(given: GenerateParameters) -> None:
-    """What can be told of `bad_words` without their tokens. Raises ValidationError."""
-    words = given.bad_words or []
-    if len(words) > MOST_BAD_WORDS:
-        raise ValidationError(
-            f"`bad_words` must have at most {MOST_BAD_WORDS} texts. Given: {len(words)}: leave some out"
-        )
-    if "" in words:
-        raise ValidationError("`bad_words` has an empty text, which would ban everything: remove it")
-    if (longest := max(map(len, words), default=0)) > MOST_WORD_CHARACTERS:
-        raise ValidationError(
-            f"`bad_words` must have at most {MOST_WORD_CHARACTERS} characters each. Given: {longest}: shorten them"
-        )
-
-
-def banned(sampling: Sampling, words: Sequence[str], tokenizer: ModelTokenizer, vocab_size: int) -> Sampling:
-    """The same without these words: one token is never generated, of several the last not after the others.
-
-    Raises ValidationError.
-    """
-    try:
-        tokens = {tuple(tokenizer.encode_plain(word)): None for word in words}  # in order, each once
-    except TokenizerError as error:
-        raise ValidationError(f"`bad_words` cannot be tokenised: {error}; change the texts") from None
-    for ids in tokens:
-        if not 0 < len(ids) <= MOST_WORD_TOKENS:
-            raise ValidationError(
-                f"`bad_words` must have 1 to {MOST_WORD_TOKENS} tokens each. Given: {len(ids)}: "
-                f"{'send a shorter text' if ids else 'remove the text that the tokenizer drops'}"
-            )
-        if max(ids) >= vocab_size:
-            raise ValidationError(
-                f"`bad_words` has token {max(ids)}, but the model knows {vocab_size} tokens: leave that text out"
-            )
-    if len({*sampling.end_ids, *(ids[-1] for ids in tokens)}) >= vocab_size:
-        raise ValidationError(f"`bad_words` may leave none of the model's {vocab_size} tokens: send fewer texts")
-    never = {ids[0]: -math.inf for ids in tokens if len(ids) == 1}
-    several = tuple(ids for ids in tokens if len(ids) > 1)
-    return replace(sampling, biases={**sampling.biases, **never}, banned_words=several)
-
-
-def check_ends(given: GenerateParameters, vocab_size: int) -> None:
-    """What can be told of `stop_token_ids` and `min_tokens` before the prompt is tokenised. Raises ValidationError."""
-    stop_ids = given.stop_token_ids or []
-    if len(stop_ids) > MOST_STOP_TOKENS:
-        raise ValidationError(
-            f"`stop_token_ids` must have at most {MOST_STOP_TOKENS} tokens. Given: {len(stop_ids)}: leave some out"
-        )
-    for id in stop_ids:
-        if not 0 <= id < vocab_size:
-            raise ValidationError(
-                f"`stop_token_ids` has token {id}, but the model knows {vocab_size} tokens: "
-                f"use ids of 0 to {vocab_size - 1}"
-            )
-    if given.min_tokens is not None and given.min_tokens < 0:
-        raise ValidationError(f"`min_tokens` must be >= 0, which is off. Given: {given.min_tokens}")
-
-
-def ending(
-    sampling: Sampling, given: GenerateParameters, eos_ids: frozenset[int], max_new_tokens: int, vocab_size: int
-) -> tuple[Sampling, Ends]:
-    """What ends the request, and the sampling that keeps from it until `min_tokens` are out. Raises ValidationError."""
-    min_tokens = given.min_tokens or 0
-    if min_tokens > max_new_tokens:
-        raise ValidationError(
-            f"`min_tokens` must be <= `max_new_tokens`, here {max_new_tokens}. Given: {min_tokens}: ask for fewer"
-        )
-    ends = Ends(frozenset(given.stop_token_ids or ()), bool(given.ignore_eos), min_tokens)
-    end_ids = tuple(sorted(id for id in ends.ids(eos_ids) if id < vocab_size)) if min_tokens else ()
-    if end_ids and len(end_ids) >= vocab_size:
-        raise ValidationError(f"`stop_token_ids` are all of the model's {vocab_size} tokens: send fewer")
-    return replace(sampling, min_tokens=min_tokens if end_ids else 0, end_ids=end_ids), ends
-
-
-logger = logging.getLogger(__name__)
-
-SHORTEN = "send a shorter text"
+# A request keeps its stop sequences for as long as it runs, and each piece of its text is searched for them.
+MOST_CHARACTERS_OF_STOP = 1000
 # How much longer than what fits a text may be that will be truncated: it is tokenised as a whole.
 MOST_TIMES_TRUNCATED = 4
+# Of normal 32-bit floats: what lies outside would reach the shards as 0 or infinity.
+MIN_FLOAT32 = 2.0**-126
+MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+SHORTEN = "send a shorter text"
+
 Tokens = list[tuple[int, tuple[int, int]]]  # ids with their [start, stop) in characters
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
 
-# A request keeps its stop sequences for as long as it runs, and each piece of its text is searched for them.
-MOST_CHARACTERS_OF_STOP = 1000
-
-# Of normal 32-bit floats: what lies outside would reach the shards as 0 or infinity.
-MIN_FLOAT32 = 2.0**-126
-MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """Parameters that keep every rule that does not depend on the number of prompt tokens."""
-
-    best_of: int
-    max_new_tokens: int | None  # None: as many as are left
-    truncate: int | None
-    sampling: Sampling
-    stop: tuple[str, ...]
-    top_n_tokens: int
-    grammar: Grammar | None = None
+logger = logging.getLogger(__name__)
 
 
 class Validator:
@@ -198,56 +77,38 @@ class Validator:
         self._most_characters = None if per_token is None else per_token * limits.max_input_length
         self._workers = workers
 
-    async def validate(self, asked: Asked, owner: str = "") -> list[ValidRequest]:
+    async def validate(self, asked: PromptRequest, owner: str = "") -> list[ValidRequest]:
         """The request, once for each answer or sample that it wants. Raises ValidationError."""
-        checked = check(asked, self._limits)
+        limits, tokenizer = self._limits, self._tokenizer
+        checked = check(asked, limits)
         if asked.prompt_logprobs and self._decoder_start is not None:
             raise ValidationError(
                 "this model's encoder reads the prompt, so it has no log-probabilities: leave out `echo` or `logprobs`"
             )
-        token_ids = await self._token_ids(asked, checked.truncate, owner)
-        max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
-        sampling, ends = ending(
-            checked.sampling, asked.given, self._tokenizer.eos_ids, max_new_tokens, self._limits.vocab_size
-        )
-        sampling = replace(sampling, raw_logprobs=asked.raw_logprobs)
+        token_ids = await self._token_ids(asked, owner)
+        valid = _fitted(asked, checked, token_ids, limits, tokenizer.eos_ids)
         if bad_words := asked.given.bad_words:
-            ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
-            sampling = await self._in_thread(ban, owner)
-        grammar = await self._grammar(asked, checked.grammar, token_ids, owner)
-        return [
-            ValidRequest(
-                token_ids=token_ids,
-                max_new_tokens=max_new_tokens,
-                sampling=one,
-                stop=checked.stop,
-                ends=replace(
-                    ends,
-                    shows_stop=asked.shows_stop,
-                    shown_ids=asked.shown_marks,
-                    has_grammar=grammar is not None,
-                ),
-                top_n_tokens=checked.top_n_tokens,
-                prompt_logprobs=asked.prompt_logprobs or bool(asked.given.decoder_input_details),
-                generates=asked.generates,
-                grammar=grammar,
-                priority=asked.priority,
-                cache_salt=asked.cache_salt,
-            ).read_by_encoder(self._decoder_start)
-            for one in _samplings(sampling, checked.best_of, asked.num_answers)
-        ]
+            ban = partial(banned, valid.sampling, bad_words, tokenizer, limits.vocab_size)
+            valid = replace(valid, sampling=await self._in_thread(ban, owner))
+        if (grammar := await self._grammar(asked, checked.grammar, token_ids, owner)) is not None:
+            valid = replace(valid, grammar=grammar, ends=replace(valid.ends, has_grammar=True))
+        valid = valid.read_by_encoder(self._decoder_start)
+        samplings = _samplings(valid.sampling, checked.best_of, asked.num_answers)
+        return [replace(valid, sampling=sampling) for sampling in samplings]
 
     async def _grammar(
-        self, asked: Asked, given: Grammar | None, token_ids: Sequence[int], owner: str
+        self, asked: PromptRequest, given: Grammar | None, token_ids: Sequence[int], owner: str
     ) -> CompiledGrammar | None:
-        held = None if asked.held is None else held_by(asked.held(self._tokenizer.end_of(token_ids)))
+        of_answer = asked.answer_grammar
+        held = None if of_answer is None else answer_grammar_of(of_answer(self._tokenizer.end_of(token_ids)))
         wanted = held or given
         if wanted is None:
             return None
         with renaming_errors(is_held=held is not None):
             return await self._compiler.compile(wanted, owner)
 
-    async def _token_ids(self, asked: Asked, truncate: int | None, owner: str) -> list[int]:
+    async def _token_ids(self, asked: PromptRequest, owner: str) -> list[int]:
+        truncate = asked.given.truncate
         text = await asked.prompt(owner) if callable(asked.prompt) else asked.prompt
         if not isinstance(text, str):
             return list(text[-truncate:] if truncate else text)
@@ -258,7 +119,7 @@ class Validator:
             self._refuse_much_to_truncate(text)
         return await self._in_thread(partial(self._encode, text, truncate, not asked.has_special_tokens), owner)
 
-    async def tokenise(self, asked: Asked, shape: Callable[[str, Tokens], Shaped], owner: str = "") -> Shaped:
+    async def tokenise(self, asked: PromptRequest, shape: Callable[[str, Tokens], Shaped], owner: str = "") -> Shaped:
         """What `shape` makes of a prompt's text and its tokens, in a thread too. Raises ValidationError."""
         text = await asked.prompt(owner) if callable(asked.prompt) else asked.prompt
         assert isinstance(text, str)
@@ -319,26 +180,18 @@ class Validator:
         )
 
 
-def _too_long(num_prompt: int | None, limits: Limits, remedy: str, given: str = "") -> TooLong:
-    """num_prompt: its tokens; None where they were not counted, and `given` says how long it is."""
-    most = limits.max_input_length
-    return TooLong(  # in TGI's words
-        f"`inputs` must have less than {most + 1} tokens. Given: {given or num_prompt}: {remedy}",
-        most=limits.max_total_tokens,
-        most_prompt=most,
-        num_prompt=num_prompt,
-    )
+# ------------------------------------------------------------------------------------------------------- before tokens
 
 
-def _samplings(sampling: Sampling, best_of: int, num_answers: int | None) -> Iterator[Sampling]:
-    """One for each sample of `best_of`, or for each answer, with seeds of their own; those of answers follow."""
-    yield sampling
-    if num_answers is None:
-        for _ in range(best_of - 1):
-            yield replace(sampling, seed=secrets.randbits(64))
-    else:
-        for number in range(1, num_answers):
-            yield replace(sampling, seed=(sampling.seed + number) % 2**64)
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What follows from parameters that keep every rule that does not depend on the prompt's tokens."""
+
+    best_of: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    top_n_tokens: int
+    grammar: Grammar | None
 
 
 def check_streamable(parameters: GenerateParameters) -> None:
@@ -349,60 +202,39 @@ def check_streamable(parameters: GenerateParameters) -> None:
         raise ValidationError("`decoder_input_details` == true is not supported when streaming tokens")
 
 
-def check(asked: Asked, limits: Limits) -> Checked:
+def check(asked: PromptRequest, limits: Limits) -> Checked:
     """Every rule before tokenisation, in order; the first that is broken raises ValidationError."""
     given = asked.given
     best_of = _best_of(given, limits)
     sampling = _sampling(given)
-    max_new_tokens = given.max_new_tokens
-    if max_new_tokens is not None and max_new_tokens <= 0:
-        raise ValidationError(f"`max_new_tokens` must be strictly positive. Given: {max_new_tokens}")
+    if given.max_new_tokens is not None and given.max_new_tokens <= 0:
+        raise ValidationError(f"`max_new_tokens` must be strictly positive. Given: {given.max_new_tokens}")
     stop = _stop(given, limits)
     if given.seed is not None and best_of > 1:
         raise ValidationError("`seed` must not be set when `best_of` > 1")
-    sampling = replace(_seeded(sampling, given), biases=logit_bias(given, limits.vocab_size))
-    check_bad_words(given)
-    check_ends(given, limits.vocab_size)
+    if given.seed is not None and given.seed < 0:
+        raise ValidationError(f"`seed` must be >= 0 and <= {2**64 - 1}. Given: {given.seed}")
+    seed = secrets.randbits(64) if given.seed is None else given.seed
+    sampling = replace(
+        sampling, seed=seed, biases=_logit_bias(given, limits.vocab_size), raw_logprobs=asked.raw_logprobs
+    )
+    _check_bad_words(given)
+    _check_ends(given, limits.vocab_size)
     top_n_tokens = _top_n_tokens(given, limits)
     if not asked.prompt:
         raise ValidationError("`inputs` cannot be empty")
-    _refuse_unsupported(given)
+    if given.adapter_id is not None:
+        raise ValidationError("no adapters are loaded: leave `adapter_id` out")
     if (given.decoder_input_details or asked.prompt_logprobs) and not limits.prefill_logprobs:
         raise ValidationError(
             "`decoder_input_details` is switched off on this server: leave it out, or start the server with "
             "--enable-prefill-logprobs true"
         )
-    truncate = given.truncate
-    if truncate is not None and not 0 < truncate <= limits.max_input_length:
+    if given.truncate is not None and not 0 < given.truncate <= limits.max_input_length:
         raise ValidationError(
-            f"`truncate` must be strictly positive and less than {limits.max_input_length}. Given: {truncate}"
+            f"`truncate` must be strictly positive and less than {limits.max_input_length}. Given: {given.truncate}"
         )
-    return Checked(best_of, max_new_tokens, truncate, sampling, stop, top_n_tokens, grammar_of(given))
-
-
-def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limits) -> int:
-    """The number of tokens to generate, once the prompt's are counted. Raises ValidationError."""
-    num_inputs = len(token_ids)
-    if num_inputs == 0:
-        raise ValidationError("`inputs` has no tokens: the tokenizer dropped all of its characters")
-    new_tokens = limits.max_total_tokens - num_inputs if max_new_tokens is None else max_new_tokens
-    if num_inputs + new_tokens > limits.max_total_tokens:
-        raise TooLong(
-            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: {num_inputs} `inputs` "
-            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer or shorten the prompt, or set `truncate`",
-            most=limits.max_total_tokens,
-            most_prompt=limits.max_input_length,
-            num_prompt=num_inputs,
-            num_new=new_tokens,
-        )
-    if num_inputs > limits.max_input_length:
-        raise _too_long(num_inputs, limits, f"shorten the prompt, or set `truncate` to {limits.max_input_length}")
-    if max(token_ids) >= limits.vocab_size:
-        raise ValidationError(
-            f"`inputs` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: this text cannot "
-            "be given to this model"
-        )
-    return new_tokens
+    return Checked(best_of, sampling, stop, top_n_tokens, grammar_of(given))
 
 
 def _best_of(given: GenerateParameters, limits: Limits) -> int:
@@ -450,13 +282,6 @@ def _sampling(given: GenerateParameters) -> Sampling:
     )
 
 
-def _seeded(sampling: Sampling, given: GenerateParameters) -> Sampling:
-    if given.seed is not None and given.seed < 0:
-        raise ValidationError(f"`seed` must be >= 0 and <= {2**64 - 1}. Given: {given.seed}")
-    seed = secrets.randbits(64) if given.seed is None else given.seed
-    return replace(sampling, seed=seed)
-
-
 def _positive(name: str, value: float | None) -> float:
     """A factor: > 0 as a 32-bit float too, which is what the shards compute with."""
     if value is None:
@@ -498,6 +323,173 @@ def _top_n_tokens(given: GenerateParameters, limits: Limits) -> int:
     return top_n_tokens
 
 
-def _refuse_unsupported(given: GenerateParameters) -> None:
-    if given.adapter_id is not None:
-        raise ValidationError("no adapters are loaded: leave `adapter_id` out")
+def _logit_bias(given: GenerateParameters, vocab_size: int) -> dict[int, float]:
+    """The biases by token. Raises ValidationError."""
+    asked = given.logit_bias or {}
+    if len(asked) > MOST_BIASES:
+        raise ValidationError(
+            f"`logit_bias` must have at most {MOST_BIASES} tokens. Given: {len(asked)}: keep those that matter most"
+        )
+    biases = {}
+    for key, bias in asked.items():
+        id = _token_id(key, vocab_size)
+        if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+            raise ValidationError(f"`logit_bias` of token {id} must be >= -100 and <= 100. Given: {bias:g}")
+        biases[id] = bias
+    return {id: bias for id, bias in biases.items() if bias}
+
+
+def _token_id(key: str, vocab_size: int) -> int:
+    is_number = key.isascii() and key.isdecimal() and len(key) < 20 and (key == "0" or key[0] != "0")
+    if not is_number:
+        raise ValidationError(
+            f'`logit_bias` has the key {key[:32]!r}, which is no token id: write ids as decimal numbers, such as "42"'
+        )
+    if int(key) >= vocab_size:
+        raise ValidationError(
+            f"`logit_bias` has token {key}, but the model knows {vocab_size} tokens: use ids up to {vocab_size - 1}"
+        )
+    return int(key)
+
+
+def _check_bad_words(given: GenerateParameters) -> None:
+    """What can be told of `bad_words` without their tokens. Raises ValidationError."""
+    words = given.bad_words or []
+    if len(words) > MOST_BAD_WORDS:
+        raise ValidationError(
+            f"`bad_words` must have at most {MOST_BAD_WORDS} texts. Given: {len(words)}: leave some out"
+        )
+    if "" in words:
+        raise ValidationError("`bad_words` has an empty text, which would ban everything: remove it")
+    if (longest := max(map(len, words), default=0)) > MOST_WORD_CHARACTERS:
+        raise ValidationError(
+            f"`bad_words` must have at most {MOST_WORD_CHARACTERS} characters each. Given: {longest}: shorten them"
+        )
+
+
+def _check_ends(given: GenerateParameters, vocab_size: int) -> None:
+    """What can be told of `stop_token_ids` and `min_tokens` before the prompt is tokenised. Raises ValidationError."""
+    stop_ids = given.stop_token_ids or []
+    if len(stop_ids) > MOST_STOP_TOKENS:
+        raise ValidationError(
+            f"`stop_token_ids` must have at most {MOST_STOP_TOKENS} tokens. Given: {len(stop_ids)}: leave some out"
+        )
+    for id in stop_ids:
+        if not 0 <= id < vocab_size:
+            raise ValidationError(
+                f"`stop_token_ids` has token {id}, but the model knows {vocab_size} tokens: "
+                f"use ids of 0 to {vocab_size - 1}"
+            )
+    if given.min_tokens is not None and given.min_tokens < 0:
+        raise ValidationError(f"`min_tokens` must be >= 0, which is off. Given: {given.min_tokens}")
+
+
+# --------------------------------------------------------------------------------------------------------- with tokens
+
+
+def _fitted(
+    asked: PromptRequest, checked: Checked, token_ids: list[int], limits: Limits, eos_ids: frozenset[int]
+) -> ValidRequest:
+    """The request with its prompt's tokens, by the rules that need their number. Raises ValidationError."""
+    given = asked.given
+    max_new_tokens = _max_new_tokens(token_ids, given.max_new_tokens, limits)
+    min_tokens = given.min_tokens or 0
+    if min_tokens > max_new_tokens:
+        raise ValidationError(
+            f"`min_tokens` must be <= `max_new_tokens`, here {max_new_tokens}. Given: {min_tokens}: ask for fewer"
+        )
+    ends = Ends(
+        frozenset(given.stop_token_ids or ()),
+        bool(given.ignore_eos),
+        min_tokens,
+        shows_stop=asked.shows_stop,
+        shown_ids=asked.shown_marks,
+    )
+    end_ids = tuple(sorted(id for id in ends.ids(eos_ids) if id < limits.vocab_size)) if min_tokens else ()
+    if end_ids and len(end_ids) >= limits.vocab_size:
+        raise ValidationError(f"`stop_token_ids` are all of the model's {limits.vocab_size} tokens: send fewer")
+    return ValidRequest(
+        token_ids=token_ids,
+        max_new_tokens=max_new_tokens,
+        sampling=replace(checked.sampling, min_tokens=min_tokens if end_ids else 0, end_ids=end_ids),
+        stop=checked.stop,
+        ends=ends,
+        top_n_tokens=checked.top_n_tokens,
+        prompt_logprobs=asked.prompt_logprobs or bool(given.decoder_input_details),
+        generates=asked.generates,
+        priority=asked.priority,
+        cache_salt=asked.cache_salt,
+    )
+
+
+def _max_new_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limits) -> int:
+    """The number of tokens to generate behind these. Raises ValidationError."""
+    num_inputs = len(token_ids)
+    if num_inputs == 0:
+        raise ValidationError("`inputs` has no tokens: the tokenizer dropped all of its characters")
+    new_tokens = limits.max_total_tokens - num_inputs if max_new_tokens is None else max_new_tokens
+    if num_inputs + new_tokens > limits.max_total_tokens:
+        raise TooLong(
+            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: {num_inputs} `inputs` "
+            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer or shorten the prompt, or set `truncate`",
+            most=limits.max_total_tokens,
+            most_prompt=limits.max_input_length,
+            num_prompt=num_inputs,
+            num_new=new_tokens,
+        )
+    if num_inputs > limits.max_input_length:
+        raise _too_long(num_inputs, limits, f"shorten the prompt, or set `truncate` to {limits.max_input_length}")
+    if max(token_ids) >= limits.vocab_size:
+        raise ValidationError(
+            f"`inputs` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: this text cannot "
+            "be given to this model"
+        )
+    return new_tokens
+
+
+def _too_long(num_prompt: int | None, limits: Limits, remedy: str, given: str = "") -> TooLong:
+    """num_prompt: its tokens; None where they were not counted, and `given` says how long it is."""
+    most = limits.max_input_length
+    return TooLong(  # in TGI's words
+        f"`inputs` must have less than {most + 1} tokens. Given: {given or num_prompt}: {remedy}",
+        most=limits.max_total_tokens,
+        most_prompt=most,
+        num_prompt=num_prompt,
+    )
+
+
+def banned(sampling: Sampling, words: Sequence[str], tokenizer: ModelTokenizer, vocab_size: int) -> Sampling:
+    """The same without these words: one token is never generated, of several the last not after the others.
+
+    Raises ValidationError.
+    """
+    try:
+        tokens = {tuple(tokenizer.encode_plain(word)): None for word in words}  # in order, each once
+    except TokenizerError as error:
+        raise ValidationError(f"`bad_words` cannot be tokenised: {error}; change the texts") from None
+    for ids in tokens:
+        if not 0 < len(ids) <= MOST_WORD_TOKENS:
+            raise ValidationError(
+                f"`bad_words` must have 1 to {MOST_WORD_TOKENS} tokens each. Given: {len(ids)}: "
+                f"{'send a shorter text' if ids else 'remove the text that the tokenizer drops'}"
+            )
+        if max(ids) >= vocab_size:
+            raise ValidationError(
+                f"`bad_words` has token {max(ids)}, but the model knows {vocab_size} tokens: leave that text out"
+            )
+    if len({*sampling.end_ids, *(ids[-1] for ids in tokens)}) >= vocab_size:
+        raise ValidationError(f"`bad_words` may leave none of the model's {vocab_size} tokens: send fewer texts")
+    never = {ids[0]: -math.inf for ids in tokens if len(ids) == 1}
+    several = tuple(ids for ids in tokens if len(ids) > 1)
+    return replace(sampling, biases={**sampling.biases, **never}, banned_words=several)
+
+
+def _samplings(sampling: Sampling, best_of: int, num_answers: int | None) -> Iterator[Sampling]:
+    """One for each sample of `best_of`, or for each answer, with seeds of their own; those of answers follow."""
+    yield sampling
+    if num_answers is None:
+        for _ in range(best_of - 1):
+            yield replace(sampling, seed=secrets.randbits(64))
+    else:
+        for number in range(1, num_answers):
+            yield replace(sampling, seed=(sampling.seed + number) % 2**64)

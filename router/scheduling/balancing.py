@@ -181,7 +181,7 @@ class Balancer:
         return replica
 
     def choose(self, tokens: int, prefix: int | None = None) -> int | None:
-        """Who should get it, for those who learn later who has got it; None where none is up."""
+        """The replica that should get it, for callers that send it later (`sent`); None where none is up."""
         return self._policy.choose(tokens, prefix) if self.loads.up else None
 
     def sent(self, replica: int, tokens: int) -> None:

@@ -24,10 +24,10 @@ CHUNKS = (64, 128, 256, 384, 512)
 # Where steps with prompts are not captured, a chunk costs what it has: with fewer sizes, a bound that lies just below
 # one of them would make every chunk much smaller than it might be.
 FINE_CHUNKS = (*range(64, 256, 16), *range(256, 513, 32))
-# The sizes of the first steps that have both, after which times are known. Large ones first: those who stream by then
-# have only begun to, and first tokens come soon where many requests come together, as after a start. Then small ones:
-# where every step has prompts, only steps of different sizes tell a token's price from that of the rest. Where somebody
-# has streamed for a while already, the small ones alone.
+# The sizes of the first steps that have both, after which times are known. Large ones first: the streams of that time
+# have only begun, and first tokens come soon where many requests come together, as after a start. Then small ones:
+# where every step has prompts, only steps of different sizes tell a token's price from that of the rest. Where a
+# stream has run for a while already, the small ones alone.
 FIRST_CHUNKS = (512, 512, 512, 512, 64, 64, 64, 64)
 NUM_LARGE = FIRST_CHUNKS.count(512)
 A_WHILE = 16  # steps without prompts
@@ -153,7 +153,7 @@ class ChunkSize:
         if decoding and prompt_tokens:
             self._num_first += 1
             self._tried = (prompt_tokens, seconds)
-            self._longest /= DOUBT  # who knows how long it would be by now
+            self._longest /= DOUBT  # it may be longer by now
         elif decoding:
             least = DOUBT * self._longest if self._num_alone else 0.0
             self._longest = max(min(seconds, CREDIT * self._longest), least)

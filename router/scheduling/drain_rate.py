@@ -1,8 +1,8 @@
-"""How quickly requests leave the server, measured, so that who is refused learns when to come again.
+"""How quickly requests leave the server, measured, so that a client that is refused learns when to come again.
 
 The rate is that of the last requests that ended, since the server was last idle: of many, or of a few where those went
-more quickly, because a server with little to do ends little. Left out: what is still to come of
-those that run, which nobody knows before their end tokens.
+more quickly, because a server with little to do ends little. Left out: what is still to come of those that run, which
+is not known before their end tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 WINDOW = 64  # ends: enough to even out answers of unlike lengths, few enough to follow a change of load
 FEW = 8  # enough to say how quickly it goes now
-LEAST_S, MOST_S = 1, 60  # of an answer: a header in whole seconds, and nobody should stay away for ever
+LEAST_S, MOST_S = 1, 60  # of an answer: a header in whole seconds, and no client should stay away for ever
 
 
 class DrainRate:

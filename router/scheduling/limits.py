@@ -36,9 +36,8 @@ class Limits:
     vocab_size: int  # of the model: the tokenizer may know more ids
     # Prompt tokens of a step in which others decode, or how they are chosen; None: max_batch_prefill_tokens.
     prefill_chunk: int | Literal["auto"] | None = None
-    max_inter_token_ms: int | None = (
-        None  # what such a step may take if the chunk is chosen; None: twice the decodes' own
-    )
+    # What such a step may take if the chunk is chosen; None: twice what it takes without prompts.
+    max_inter_token_ms: int | None = None
     pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
     num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False

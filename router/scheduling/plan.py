@@ -1,23 +1,25 @@
-"""What one step does, as the scheduler plans it and the batching loop sends it.
+"""What one step does, as the scheduler plans it and the batching loop sends it, and whose turn the next step is.
 
-Micro-batches of a model that is cut into pipeline stages: lanes, which take turns.
-
-While one stage computes the step of one lane, the next stage computes that of another. A sequence stays in the lane
-that admitted it; each lane admits its part of what waits, so that all are about as full. A model that is not cut has
-one lane, whose steps follow each other as ever.
+A model that is cut into pipeline stages computes several micro-batches at once: while one stage computes the step of
+one lane, the next stage computes that of another. A sequence stays in the lane that admitted it, and each lane admits
+its part of what waits, so that all are about as full. A model that is not cut has one lane, whose steps follow each
+other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from router.scheduling.fairness import divide
 from router.scheduling.prefix_moves import Restored, Saved
 from router.scheduling.request import Scheduled
 
 S = TypeVar("S", bound=Scheduled)
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+MOST_UNDER_WAY = 2  # steps of a lane: one that is computed, and one that waits for its tokens
 
 
 class FilledBlock(NamedTuple):
@@ -31,40 +33,103 @@ class FilledBlock(NamedTuple):
 
 
 class StepPlan(NamedTuple, Generic[S]):
-    """What one step does."""
+    """What one step does. Most steps only decode, and leave out all that is behind `saves`."""
 
     number: int
-    retired: list[S]  # They leave the batch before the step is computed.
-    preempted: dict[int, S]  # So do these, which wait again under new ids, by the ids that they had.
-    admitted: list[S]  # They join it with this step.
-    chunks: dict[int, int]  # For each sequence whose prompt is computed, how many of its tokens are.
-    decoding: list[S]  # Each of them gets one token.
-    held: list[int]  # Sequences that could decode, but for what their grammars have not said yet.
-    extended: dict[int, list[int]]  # Their last tokens, and forced ones behind them, which join running sequences.
-    constrained: list[S]  # Those that get a token of what their grammars allow.
-    prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
-    join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
-    filled: list[FilledBlock]  # The blocks that this step completes.
-    saves: list[Saved]  # Blocks whose content goes to the host before the step is computed.
-    restores: list[Restored]  # Blocks of those admitted whose content comes from there.
-    concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
     lane: int = 0  # The micro-batch whose sequences it computes.
+    decoding: Sequence[S] = ()  # Each of them gets one token.
+    concerned: Mapping[int, S] = NOTHING  # All with a chunk or a token in this step, by id: if it fails, they are lost.
+    saves: Sequence[Saved] = ()  # Blocks whose content goes to the host before the step is computed.
+    retired: Sequence[S] = ()  # They leave the batch before the step is computed.
+    preempted: Mapping[int, S] = NOTHING  # So do these, which wait again under new ids, by the ids that they had.
+    admitted: Sequence[S] = ()  # They join it with this step.
+    chunks: Mapping[int, int] = NOTHING  # For each sequence whose prompt is computed, how many of its tokens are.
+    prefill_tokens: int = 0  # All tokens of chunks, or of the prompts that an encoder reads.
+    join_reason: str | None = None  # Why others were admitted to a batch that runs already; None: neither is so.
+    restores: Sequence[Restored] = ()  # Blocks of those admitted whose content comes from the host.
+    filled: Sequence[FilledBlock] = ()  # The blocks that this step completes.
+    held: Sequence[int] = ()  # Sequences that could decode, but for what their grammars have not said yet.
+    extended: Mapping[int, list[int]] = NOTHING  # Last tokens and forced ones behind them: they join running sequences.
+    constrained: Sequence[S] = ()  # Those that get a token of what their grammars allow.
 
     def num_repeats(self, num_running: int) -> int:
-        """How many steps after this one are the same if nobody comes or leaves before its end: all must decode."""
+        """How many steps after this one are the same if none comes or leaves before its end: all must decode."""
         if len(self.decoding) < num_running or any(entry.request.grammar is not None for entry in self.decoding):
             return 0
         return min((entry.request.max_new_tokens - entry.num_scheduled for entry in self.decoding), default=0)
 
-    def again(self, number: int, saves: list[Saved]) -> StepPlan[S]:
+    def again(self, number: int, saves: Sequence[Saved]) -> StepPlan[S]:
         """The same sequences decode once more."""
-        return StepPlan(
-            number, [], {}, [], {}, self.decoding, [], {}, [], 0, None, [], saves, [], self.concerned, self.lane
-        )
+        return StepPlan(number, self.lane, self.decoding, self.concerned, saves)
 
     def cached(self, entry: S) -> int:
         """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
         return entry.num_prompt_scheduled - self.chunks[entry.id]
+
+
+class Lane(Generic[S]):
+    """One micro-batch."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.size = 0  # sequences in it
+        self.under_way = 0  # steps that were planned and not answered
+        self.steps_since_admission = 0
+        self.before: StepPlan[S] | None = None  # its latest step that was not a repetition
+        self.num_repeats = 0  # how many steps may be the same as that one, if none comes or leaves before its end
+
+    def repeatable(self) -> StepPlan[S] | None:
+        """Its step before, if the next one may be the same: that only decoded, and none leaves."""
+        if (before := self.before) is None or not self.num_repeats:
+            return None
+        if any(entry.is_over or entry.cancelled for entry in before.decoding):
+            return None
+        return before
+
+    def planned(self, plan: StepPlan[S]) -> None:
+        """Its next step."""
+        self.before, self.num_repeats = plan, plan.num_repeats(self.size)
+
+
+class Lanes(Generic[S]):
+    """All lanes of one scheduler, and whose turn it is."""
+
+    def __init__(self, count: int) -> None:
+        self.all: list[Lane[S]] = [Lane(number) for number in range(count)]
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def turns(self) -> Iterator[Lane[S]]:
+        """The lanes that may have another step, in turn. `taken` has to be told of the one whose step is taken."""
+        if len(self.all) == 1:  # how many steps it has under way, the batching loop bounds
+            yield self.all[0]
+            return
+        for lane in self.all[self._turn :] + self.all[: self._turn]:
+            if lane.under_way < MOST_UNDER_WAY:
+                yield lane
+
+    def taken(self, lane: Lane[S]) -> None:
+        """A step of this lane is under way: it is the next one's turn."""
+        lane.under_way += 1
+        self._turn = (lane.number + 1) % len(self.all)
+
+    def answered(self, plan: StepPlan[S]) -> None:
+        """The oldest step under way, this one, has been answered."""
+        self.all[plan.lane].under_way -= 1
+
+    def places(self, lane: Lane[S], waiting: int) -> int | None:
+        """How many may join a lane, of so many that wait, so that all are about as full; None: any number."""
+        if len(self.all) == 1:
+            return None
+        total = waiting + sum(other.size for other in self.all)
+        return max(0, -(-total // len(self.all)) - lane.size)
+
+    def restart(self) -> None:
+        """The shards have lost everything that was under way."""
+        for lane in self.all:
+            lane.under_way = 0
 
 
 def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int]:
@@ -102,71 +167,3 @@ def take_unsent(entries: Iterable[Scheduled]) -> dict[int, list[int]]:
         if entry.unsent:
             extended[entry.id], entry.unsent = entry.unsent, []
     return extended
-
-
-MOST_UNDER_WAY = 2  # steps of a lane: one that is computed, and one that waits for its tokens
-
-
-class Lane(Generic[S]):
-    """One micro-batch."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.size = 0  # sequences in it
-        self.under_way = 0  # steps that were planned and not answered
-        self.steps_since_admission = 0
-        self.before: StepPlan[S] | None = None  # its latest step that was not a repetition
-        self.num_repeats = 0  # how many steps may be the same as that one, if nobody comes or leaves before its end
-
-    def repeatable(self) -> StepPlan[S] | None:
-        """Its step before, if the next one may be the same: that only decoded, and nobody leaves."""
-        if (before := self.before) is None or not self.num_repeats:
-            return None
-        if any(entry.is_over or entry.cancelled for entry in before.decoding):
-            return None
-        return before
-
-    def planned(self, plan: StepPlan[S]) -> None:
-        """Its next step."""
-        self.before, self.num_repeats = plan, plan.num_repeats(self.size)
-
-
-class Lanes(Generic[S]):
-    """All lanes of one scheduler, and whose turn it is."""
-
-    def __init__(self, count: int) -> None:
-        self.all: list[Lane[S]] = [Lane(number) for number in range(count)]
-        self._turn = 0
-
-    def __len__(self) -> int:
-        return len(self.all)
-
-    def turns(self) -> Iterator[Lane[S]]:
-        """The lanes that may have another step, in turn. Whose step is taken says so by `taken`."""
-        if len(self.all) == 1:  # how many steps it has under way, the batching loop bounds
-            yield self.all[0]
-            return
-        for lane in self.all[self._turn :] + self.all[: self._turn]:
-            if lane.under_way < MOST_UNDER_WAY:
-                yield lane
-
-    def taken(self, lane: Lane[S]) -> None:
-        """A step of this lane is under way: it is the next one's turn."""
-        lane.under_way += 1
-        self._turn = (lane.number + 1) % len(self.all)
-
-    def answered(self, plan: StepPlan[S]) -> None:
-        """The oldest step under way, this one, has been answered."""
-        self.all[plan.lane].under_way -= 1
-
-    def places(self, lane: Lane[S], waiting: int) -> int | None:
-        """How many may join a lane, of so many that wait, so that all are about as full; None: any number."""
-        if len(self.all) == 1:
-            return None
-        total = waiting + sum(other.size for other in self.all)
-        return max(0, -(-total // len(self.all)) - lane.size)
-
-    def restart(self) -> None:
-        """The shards have lost everything that was under way."""
-        for lane in self.all:
-            lane.under_way = 0

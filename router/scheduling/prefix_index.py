@@ -1,18 +1,16 @@
-"""Which of many keys goes first: the least recently used, and of what was used together the end before the beginning.
+"""Which blocks the host and the disk hold, which of them move, and which go to make room.
 
-The blocks of one sequence are a group. The end of a prefix is of use to fewer than its beginning, and without its
-beginning it is of use to nobody, so that a group that is too large for its tier keeps what comes first.
+The router owns the slots of the host and the places of the disk as it owns the blocks of the device
+(`prefix_cache.py`): all ranks do what it says, so that they hold the same. A block is saved to the host soon after it
+was computed, not when the device needs its room: then it is there when it is wanted, whatever ends the server, and
+eviction costs nothing. From the host it goes on to the disk. It comes back to the host when a request that begins with
+it waits, and from there to the device in the step that admits the request.
 
-Which blocks the host and the disk hold, which of them move, and which go to make room.
-
-The router owns the slots of the host and the places of the disk as it owns the blocks of the device (`blocks.py`): all
-ranks do what it says, so that they hold the same. A block is saved to the host soon after it was computed, not when the
-device needs its room: then it is there when it is wanted, whatever ends the server, and eviction costs nothing. From
-the host it goes on to the disk. It comes back to the host when a request that begins with it waits, and from there to
-the device in the step that admits the request.
-
-A key is found in a tier only once its content is confirmed to be there on every rank. What has no room is dropped:
-nobody waits for a spill. Plain Python without clock, asyncio and wire; who asks the shards is `mover.py`.
+A key is found in a tier only once its content is confirmed to be there on every rank. What has no room is dropped: no
+request waits for a spill. A tier gives up the group of blocks that was used least recently, a group being the blocks of
+one sequence, and of a group its end first: the end of a prefix is of use to fewer requests than its beginning, and
+without its beginning to none. Plain Python without clock, asyncio and wire; `router/batching/prefix_mover.py` asks the
+shards.
 """
 
 from __future__ import annotations
@@ -24,54 +22,11 @@ from typing import NamedTuple
 
 from router.scheduling.prefix_moves import DiskWait, Move, Restored, Saved, Stored, TierCounts, TierSizes
 
-
-class Recency:
-    """Keys in groups, the group that was used last at the end. Within a group they are in the order of their use."""
-
-    def __init__(self) -> None:
-        self._groups: dict[int, dict[bytes, None]] = {}
-        self._group_of: dict[bytes, int] = {}
-
-    def use(self, keys: Iterable[bytes], group: int) -> None:
-        """These belong to `group` now, in this order, which is the one used last."""
-        members = self._groups.pop(group, {})
-        self._groups[group] = members
-        for key in keys:
-            if self._group_of.get(key) != group:
-                self.remove(key)
-                self._group_of[key] = group
-                members[key] = None
-
-    def touch(self, group: int) -> None:
-        """What is known of this group was used last."""
-        if (members := self._groups.pop(group, None)) is not None:
-            self._groups[group] = members
-
-    def remove(self, key: bytes) -> None:
-        """Forget a key, if it is known."""
-        if (group := self._group_of.pop(key, None)) is not None:
-            members = self._groups[group]
-            del members[key]
-            if not members:
-                del self._groups[group]
-
-    def victims(self) -> Iterator[tuple[bytes, int]]:
-        """Keys with their groups, those first that should go first. Nothing may change meanwhile."""
-        for group, members in self._groups.items():
-            for key in reversed(members):
-                yield key, group
-
-
 DEPTH_BITS = 24  # of a stamp: a block's place in its sequence; above them is the number of its group
 MOST_LOOKED_AT = 256  # blocks of the host that are asked whether they may go before one is said to be full
 LEAST_TOKENS = 64  # of a step that says what a token of a prompt takes
 NEWEST = 0.3  # how much of an average the newest time is
 FORGIVING = 0.9  # what a disk that was found too slow is thought to take, each time that it is not asked
-
-
-class _Unsaved(NamedTuple):
-    block: int
-    stamp: int
 
 
 class TierIndex:
@@ -83,24 +38,24 @@ class TierIndex:
         self.sizes = sizes or TierSizes()
         self.counts = counts or TierCounts()
         self.has_disk = bool(self.sizes.num_places)
-        self.new_waits: deque[DiskWait] = deque()  # which somebody has to end
+        self.new_waits: deque[DiskWait] = deque()  # which the mover has to end
         self.seconds_per_block: float | None = None  # that comes from the disk; None: not known yet
         self.seconds_per_token: float | None = None  # of a prompt that is computed
         self._free_slots = list(range(self.sizes.num_slots - 1, -1, -1))
         self._host: dict[bytes, int] = {}
-        self._host_use = Recency()
+        self._host_use = _Recency()
         self._stamps: dict[bytes, int] = {}  # of what the host holds
         self._pins: Counter[bytes] = Counter()  # steps and moves under way that read a block of the host
-        self._from_disk: set[bytes] = set()  # what the host holds because it was fetched, and nobody has used yet
+        self._from_disk: set[bytes] = set()  # what the host holds because it was fetched, and no request has used yet
         self._touched: dict[int, int] = {}  # slot -> the last step that copies to it or from it
         self._unsaved: dict[bytes, _Unsaved] = {}  # on the device, and not yet on its way to the host
         self._urgent: list[tuple[bytes, _Unsaved]] = []  # the same, whose blocks the next step may overwrite
         self._saving: set[bytes] = set()
         self._disk: dict[bytes, int] = {}
-        self._disk_use = Recency()
+        self._disk_use = _Recency()
         self._unstored: dict[bytes, None] = {}  # on the host, and not yet on its way to the disk
         self._storing: set[bytes] = set()
-        self._wanted: dict[bytes, int] = {}  # on the disk, and somebody waits for them: key -> group
+        self._wanted: dict[bytes, int] = {}  # on the disk, and requests wait for them: key -> group
         self._fetching: dict[bytes, int] = {}  # on their way to the host -> group
         self._is_storing = self.has_disk
         taken = {place for _, place, _ in stored}
@@ -314,7 +269,7 @@ class TierIndex:
             self.seconds_per_token = smoothed(self.seconds_per_token, seconds / num_tokens)
 
     def next_fetch(self, most: int) -> Move | None:
-        """Blocks that somebody waits for, to be asked for now."""
+        """Blocks that requests wait for, to be asked for now."""
         move = Move(True, [], [], [], [], 0)
         while self._wanted and len(move.keys) < most:
             key = next(iter(self._wanted))
@@ -337,7 +292,7 @@ class TierIndex:
         return Move(move.is_fetch, move.keys, move.slots, move.places, move.stamps, after)
 
     def fetched(self, move: Move, is_moved: Sequence[bool]) -> None:
-        """Nobody waits for this move any more, and every rank holds those of the blocks for which that is said."""
+        """This move is over, and every rank holds those of the blocks for which that is said."""
         if not self.has_disk:  # it was lost meanwhile
             self._free_slots += move.slots
             return
@@ -389,7 +344,7 @@ class TierIndex:
         return None
 
     def stored(self, move: Move, is_moved: Sequence[bool]) -> None:
-        """Nobody waits for this move any more, and every disk holds those of the blocks for which that is said."""
+        """This move is over, and every disk holds those of the blocks for which that is said."""
         for key, place, stamp, is_there in zip(move.keys, move.places, move.stamps, is_moved, strict=True):
             self._storing.discard(key)
             self._unpin(key)
@@ -410,10 +365,10 @@ class TierIndex:
             self._unstored.clear()
 
     def close_disk(self) -> None:
-        """The disk is of no use any more. What is under way there is nobody's; its slots come back as its moves end."""
+        """The disk is of no use any more. What is under way there is dropped; its slots come back as its moves end."""
         self.has_disk = self._is_storing = False
         self._disk.clear()
-        self._disk_use = Recency()
+        self._disk_use = _Recency()
         self._wanted.clear()
         self._fetching.clear()
         self._unstored.clear()
@@ -424,3 +379,45 @@ class TierIndex:
 def smoothed(average: float | None, newest: float) -> float:
     """The average of times of which the newest count most."""
     return newest if average is None else average + NEWEST * (newest - average)
+
+
+class _Unsaved(NamedTuple):
+    block: int
+    stamp: int
+
+
+class _Recency:
+    """Keys in groups, the group that was used last at the end. Within a group they are in the order of their use."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dict[bytes, None]] = {}
+        self._group_of: dict[bytes, int] = {}
+
+    def use(self, keys: Iterable[bytes], group: int) -> None:
+        """These belong to `group` now, in this order, which is the one used last."""
+        members = self._groups.pop(group, {})
+        self._groups[group] = members
+        for key in keys:
+            if self._group_of.get(key) != group:
+                self.remove(key)
+                self._group_of[key] = group
+                members[key] = None
+
+    def touch(self, group: int) -> None:
+        """What is known of this group was used last."""
+        if (members := self._groups.pop(group, None)) is not None:
+            self._groups[group] = members
+
+    def remove(self, key: bytes) -> None:
+        """Forget a key, if it is known."""
+        if (group := self._group_of.pop(key, None)) is not None:
+            members = self._groups[group]
+            del members[key]
+            if not members:
+                del self._groups[group]
+
+    def victims(self) -> Iterator[tuple[bytes, int]]:
+        """Keys with their groups, those first that should go first. Nothing may change meanwhile."""
+        for group, members in self._groups.items():
+            for key in reversed(members):
+                yield key, group

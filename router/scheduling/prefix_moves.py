@@ -1,6 +1,6 @@
-"""What moves between device, host and disk, as plain data that the planning of steps, the index and the wire share.
+"""What of the prefix cache moves between device, host and disk, as plain data that plans, index and wire share.
 
-What all ranks say of their tiers, taken together: only what every rank holds is there.
+`contents_of` and `moved_of` take the answers of all ranks together: only what every rank holds is there.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+KEY_BYTES = 16  # of the digest that names a block's content
+RESTORED_BYTES = 2**30  # of a rank, that one step copies from the host to the device: a fraction of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,6 @@ class TierCounts:
     damaged: int = 0  # blocks whose checksums were wrong
     dropped: int = 0  # blocks that were not saved, for want of room
     given_up: int = 0  # requests that waited for the disk longer than it was worth
-
-
-KEY_BYTES = 16
-RESTORED_BYTES = 2**30  # of a rank, that one step copies from the host to the device: a fraction of a second
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
 """A request as it lives in the router: what was asked, what has been scheduled, and the events that answer it.
 
 Plain data shared by validation, the batching loop and the HTTP layer, so that none of them imports another for a type.
-
-Names for the beginnings of sequences: one digest for each full block, over all tokens up to its end.
-
-Two sequences share a block exactly when they share its digest, so a digest must never collide by accident or design: it
-is BLAKE2b, not Python's `hash`.
+`PrefixKeys` names the beginnings of a sequence: each full block by one digest over all tokens up to its end. Two
+sequences share a block exactly when they share its digest, so a digest must never collide by accident or design: it is
+BLAKE2b, not Python's `hash`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from hashlib import blake2b
 from router.errors import RouterError
 from router.grammars.grammar import CompiledGrammar, Continuation, Match
 from router.scheduling.fairness import MIN_ADVANCE
-from router.scheduling.prefix_moves import DiskWait
+from router.scheduling.prefix_moves import KEY_BYTES, DiskWait
 from router.scheduling.queue import RequestSize
 from router.text.generated import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText
 
@@ -58,7 +56,7 @@ class ValidRequest:
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it
-    generates: bool = True  # else the token behind the prompt is nobody's: the prompt's log-probabilities are wanted
+    generates: bool = True  # else the token behind the prompt is dropped: the prompt's log-probabilities are wanted
     grammar: CompiledGrammar | None = None  # what the text is held to
     priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
@@ -70,7 +68,7 @@ class ValidRequest:
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """The prompt, whoever reads it: several samples of one share the object."""
+        """The prompt, of the encoder or of the decoder: several samples of one share the object."""
         return self.encoder_ids or self.token_ids
 
     @property
@@ -124,7 +122,7 @@ class ScoredToken(Token):
 class PromptScores:
     """Log-probabilities of a prompt's tokens from the second on, and candidates of each, as compact as they came.
 
-    Where they are the model's own, the event before the first generated token, for those who asked for them.
+    Where they are the model's own, the event before the first generated token, where they are asked for.
     """
 
     logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -206,29 +204,41 @@ class Scheduled:
 
     id: int  # Of its sequence on the shards: never a client's, never used again, a new one where it is rebuilt.
     request: ValidRequest
-    cancelled: bool = False  # The reader sets it when nobody wants the answer any more.
-    is_over: bool = False  # Its last event is out or nobody wants it, so that tokens that still come are dropped.
+    cancelled: bool = False  # The reader of its events sets it when the client has gone.
+    is_over: bool = False  # Its last event is out or it was cancelled, so that tokens that still come are dropped.
     owner: str = ""  # The name of the API key that it came with.
     weight: float = 1.0  # Of that key: how much of the batch it is entitled to, beside others.
 
-    # These fields belong to the scheduler.
-    lane: int = 0  # The micro-batch that it was admitted to.
-    keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
-    blocks: list[int] = field(default_factory=list)
-    disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.
-    num_prompt_scheduled: int = 0  # Prompt tokens found in the prefix cache, or computed by the steps sent so far.
-    num_scheduled: int = 0  # Generated tokens that the steps sent so far yield, or yielded before they were rebuilt.
+    # What follows belongs to the scheduler. Of the request, whichever sequence computes it:
     generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
-    continuation: Continuation | None = (
-        None  # What its grammar allows behind them. None: not known yet, or it has none.
-    )
-    num_known: int = 0  # Tokens behind the prompt that the shards are told: generated before, or forced by its grammar.
-    unsent: list[int] = field(default_factory=list)  # Its last token and forced ones, which the shards do not know yet.
-    num_cached: int = 0  # Prompt tokens found in the prefix cache when it was first admitted.
-    num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
+    # What its grammar allows behind them; None: not known yet, or it has none.
+    continuation: Continuation | None = None
+    has_run: bool = False  # Whether it has, here or on another server: no other request of its key passes it any more.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
-    has_run: bool = False  # Whether it has, here or on another server: nobody of its key passes it any more.
     num_preempted: int = 0  # How often it made room for another key's request.
+
+    # Of its sequence on the shards, which `begin_sequence` starts over:
+    lane: int = 0  # The micro-batch that it was admitted to.
+    blocks: list[int] = field(default_factory=list)
+    keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
+    disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.
+    num_rebuilt: int = 0  # Generated tokens that it began with, behind the prompt.
+    num_known: int = 0  # Tokens behind the prompt that the shards are told: `num_rebuilt`, or forced by its grammar.
+    num_prompt_scheduled: int = 0  # Known tokens found in the prefix cache, or computed by the steps sent so far.
+    num_scheduled: int = 0  # Generated tokens: those that it began with, and those that the steps sent so far yield.
+    unsent: list[int] = field(default_factory=list)  # Its last token and forced ones, which the shards do not know yet.
+
+    def begin_sequence(self, block_size: int | None) -> None:
+        """Start over with what is known: its prompt, what it has got, and what its grammar forces behind that.
+
+        block_size: None where it shares no blocks.
+        """
+        self.num_rebuilt = self.num_scheduled = len(self.generated_ids)
+        self.num_known = self.num_rebuilt + len(self.forced)
+        self.num_prompt_scheduled = 0
+        self.unsent = []
+        self.disk_wait = None
+        self.keys = None if block_size is None else self.prefix_keys(block_size)
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:
         """The names of its full blocks, of its prompt and of what it has got."""
@@ -258,7 +268,7 @@ class Scheduled:
 
     @property
     def is_guilty(self) -> bool:
-        """Whether it was lost alone before, too: once may be somebody's kill that met it."""
+        """Whether it was lost alone before, too: once may be the kill of a process that met it."""
         return self.num_losses >= 3
 
     @property
@@ -294,6 +304,7 @@ class Entry(Scheduled):
     queued_at: float
     request_id: str = ""  # As logs and the client have it; of no meaning to anything here.
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    num_cached: int = 0  # Prompt tokens found in the prefix cache when it was first admitted.
     admitted_at: float = 0.0
     last_token_at: float = 0.0
     first_token_at: float = 0.0
@@ -324,18 +335,15 @@ class Entry(Scheduled):
         self.forced_scores.clear()
 
 
-DIGEST_BYTES = 16
-
-
 class PrefixKeys:
     """The keys of a sequence that grows. Tokens beyond the last full block wait for those that complete it."""
 
     def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
-        """salt: of whose sequences alone it may share."""
+        """salt: blocks are shared with sequences of the same one alone."""
         self.keys: list[bytes] = []
         self._block_size = block_size
-        whose = salt.encode(errors="surrogatepass")  # hashed apart: no salt may be what a digest and a block look like
-        self._last = blake2b(whose, digest_size=DIGEST_BYTES, person=b"salt" if whose else b"").digest()
+        salted = salt.encode(errors="surrogatepass")  # hashed apart: no salt may be what a digest and a block look like
+        self._last = blake2b(salted, digest_size=KEY_BYTES, person=b"salt" if salted else b"").digest()
         self._tail: list[int] = []
         self.extend(token_ids)
 
@@ -345,6 +353,6 @@ class PrefixKeys:
         full = len(tokens) - len(tokens) % size
         for start in range(0, full, size):
             content = array("I", tokens[start : start + size]).tobytes()
-            self._last = blake2b(self._last + content, digest_size=DIGEST_BYTES).digest()
+            self._last = blake2b(self._last + content, digest_size=KEY_BYTES).digest()
             self.keys.append(self._last)
         self._tail = tokens[full:]

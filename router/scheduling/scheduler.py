@@ -1,11 +1,12 @@
-"""Who runs in the next step: admission, prompt chunks, retirement, KV blocks and the prefix cache.
+"""Which requests run in the next step: admission, prompt chunks, retirement, KV blocks and the prefix cache.
 
-State and arithmetic alone, without clock, asyncio, text, wire or metrics: the batching loop (`batcher.py`) and
-`lockstep-bench simulate` share every decision. `plan` assumes that each plan is sent, in order; `computed` and `failed`
-then say what became of it. What the shards lost is queued again as a new sequence: its prompt, and behind it the tokens
-that it has got. So is one that made room for another API key's. A sequence with a grammar is held until it is known
-what it may get; tokens that come in any case join it as a chunk. Left out: the rules of admission themselves
-(`queue.py`), and those between keys (`fairness.py`), which are not asked while all requests are of one key.
+State and arithmetic alone, without clock, asyncio, text, wire or metrics: the batching loop
+(`router/batching/batcher.py`) and `lockstep-bench simulate` share every decision. `plan` assumes that each plan is
+sent, in order; `computed` and `failed` then say what became of it. What the shards lost is queued again as a new
+sequence: its prompt, and behind it the tokens that it has got. So is a request that made room for another API key's. A
+sequence with a grammar is held until it is known what it may get; tokens that come in any case join it as a chunk. Left
+out: the rules of admission themselves (`queue.py`), and those between keys (`fairness.py`), which are not asked while
+all requests are of one key.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Scheduler(Generic[S]):
         self.limits = limits
         self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
         self.waiting: deque[S] = deque()
-        self._has_priorities = False  # since somebody asked for one
+        self._has_priorities = False  # whether any request has had one
         self.reserved_tokens = 0
         self.ledger = Ledger(limits.max_batch_total_tokens, limits.max_batch_size)
         self._chunk = chunk_size(limits)
@@ -56,11 +57,10 @@ class Scheduler(Generic[S]):
     def add(self, entry: S) -> None:
         """Queue a request."""
         self.ledger.weigh(entry.owner, entry.weight)
-        entry.num_rebuilt = entry.num_scheduled = len(entry.generated_ids)  # those that another server has generated
         if (grammar := entry.request.grammar) is not None and not entry.generated_ids:
             entry.continuation = grammar.first.at_most(entry.request.max_new_tokens - 1)
-        self._prepare(entry)
-        entry.has_run = bool(entry.generated_ids)
+        entry.has_run = bool(entry.generated_ids)  # on another server
+        self._begin_sequence(entry)
         if entry.request.priority:
             self._has_priorities = True
         self.waiting.append(entry)
@@ -81,30 +81,25 @@ class Scheduler(Generic[S]):
         """Queue what the shards lost before all that waits, in the same order, but those first that run alone."""
         suspects = [entry for entry in lost if entry.is_suspect]
         for entry in reversed(suspects + [entry for entry in lost if not entry.is_suspect]):
-            entry.num_rebuilt = len(entry.generated_ids)
-            entry.num_prompt_scheduled = 0
-            entry.num_scheduled = entry.num_rebuilt
-            entry.unsent = []
             entry.has_run = True
-            self._prepare(entry)
+            self._begin_sequence(entry)
             self.waiting.appendleft(entry)
 
-    def _prepare(self, entry: S) -> None:
-        self.ledger.queued(entry)
+    def _begin_sequence(self, entry: S) -> None:
         request = entry.request
-        entry.disk_wait = None
-        entry.num_known = len(entry.generated_ids) + len(entry.forced)
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
-        if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
-            entry.keys = entry.prefix_keys(self.limits.block_size)
+        shares = self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids
+        entry.begin_sequence(self.limits.block_size if shares else None)
+        self.ledger.queued(entry)
 
     def allow(self, entry: S, found: Continuation) -> None:
         """Its grammar allows this behind the tokens that have come back. It may go on."""
         num_generated = len(entry.generated_ids)
         entry.continuation = found.at_most(entry.request.max_new_tokens - num_generated - 1)
-        if entry.forced:
-            entry.num_known = num_generated + len(entry.forced)
-        if entry.forced and entry.id in self.running:
+        if not entry.forced:
+            return
+        entry.num_known = num_generated + len(entry.forced)
+        if entry.id in self.running:
             entry.unsent = [entry.generated_ids[-1], *entry.forced]
             entry.num_prompt_scheduled = len(entry.request.token_ids) + num_generated - 1
 
@@ -114,7 +109,7 @@ class Scheduler(Generic[S]):
         return forced
 
     def plan(self) -> StepPlan[S] | None:
-        """The next step, or None when there is nothing to compute and nobody to retire, or enough is under way."""
+        """The next step, or None when there is nothing to compute and none to retire, or enough is under way."""
         for lane in self._lanes.turns():
             if (plan := self._planned_again(lane) or self._planned(lane)) is not None:
                 self._lanes.taken(lane)
@@ -122,7 +117,7 @@ class Scheduler(Generic[S]):
         return None
 
     def _planned_again(self, lane: Lane[S]) -> StepPlan[S] | None:
-        """The step before once more, which is most steps: it only decoded, and nobody waits or leaves."""
+        """The step before once more, which is most steps: it only decoded, and no request waits or leaves."""
         if self.waiting or (before := lane.repeatable()) is None:
             return None
         lane.num_repeats -= 1
@@ -136,24 +131,7 @@ class Scheduler(Generic[S]):
     def _planned(self, lane: Lane[S]) -> StepPlan[S] | None:
         retired = self._retire(self._running_in(lane))
         preempted = self._make_room() if self.ledger.is_contested else {}
-        decoding: list[S] = []
-        chunks: dict[int, int] = {}
-        join_reason = None
-        fresh = self._admit_suspect(lane)
-        if self._suspect is None:
-            running = self._running_in(lane)
-            decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
-            has_prompts = self.waiting or len(decoding) < len(running)
-            budget = self._prefill_budget(len(decoding)) if has_prompts else 0
-            if self.ledger.is_contested:
-                head = self._next_in_turn()
-                has_room = head is not None and self._has_room(head)
-                chunks = divide_prompts(running, budget, head if has_room else None, self.ledger.weights)
-            elif budget:
-                chunks = continue_prompts(running, budget)
-            join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values()))
-        elif not fresh and self._suspect.lane == lane.number:
-            chunks = continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
+        decoding, chunks, join_reason, fresh = self._chosen(lane)
         is_idle = not (retired or preempted or decoding or chunks or fresh)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         number, block_size = self._num_plans + 1, self.limits.block_size
@@ -167,24 +145,48 @@ class Scheduler(Generic[S]):
         filled = self._schedule(decoding, chunks)
         plan = StepPlan(
             number=number,
+            lane=lane.number,
+            decoding=decoding,
+            concerned=concerned,
+            saves=saves,
             retired=retired,
             preempted=preempted,
             admitted=[entry for entry, _ in fresh],
             chunks=chunks,
-            decoding=decoding,
+            prefill_tokens=prefill_tokens,
+            join_reason=join_reason,
+            restores=self._cache.take_restores(number),
+            filled=filled,
             held=[e.id for e in self._running_in(lane) if e.request.grammar is not None and e.id not in concerned],
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
-            prefill_tokens=prefill_tokens,
-            join_reason=join_reason,
-            filled=filled,
-            saves=saves,
-            restores=self._cache.take_restores(number),
-            concerned=concerned,
-            lane=lane.number,
         )
         lane.planned(plan)
         return plan
+
+    def _chosen(self, lane: Lane[S]) -> tuple[list[S], dict[int, int], str | None, list[tuple[S, int]]]:
+        """What is computed: (sequences that decode, chunks of prompts that were begun, why others join, these).
+
+        Those that join come each with its first prompt chunk.
+        """
+        fresh = self._admit_suspect(lane)
+        if self._suspect is not None:
+            goes_on = not fresh and self._suspect.lane == lane.number
+            most = self.limits.max_batch_prefill_tokens if goes_on else 0
+            return [], continue_prompts([self._suspect], most), None, fresh
+        running = self._running_in(lane)
+        decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
+        has_prompts = self.waiting or len(decoding) < len(running)
+        budget = self._prefill_budget(len(decoding)) if has_prompts else 0
+        chunks: dict[int, int] = {}
+        if self.ledger.is_contested:
+            head = self._next_in_turn()
+            has_room = head is not None and self._has_room(head)
+            chunks = divide_prompts(running, budget, head if has_room else None, self.ledger.weights)
+        elif budget:
+            chunks = continue_prompts(running, budget)
+        join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values()))
+        return decoding, chunks, join_reason, fresh
 
     def _running_in(self, lane: Lane[S]) -> Collection[S]:
         if len(self._lanes) == 1:
@@ -260,7 +262,7 @@ class Scheduler(Generic[S]):
             self._cache.confirm(keys[num_full], entry.blocks[num_full], entry.id, num_full)
 
     def forget_cancelled(self) -> list[S]:
-        """Take the requests out of the queue that nobody wants any more, and return them."""
+        """Take the requests out of the queue that are cancelled or over, and return them."""
         gone = [entry for entry in self.waiting if entry.cancelled or entry.is_over]
         if gone:
             take_from(self.waiting, gone)
@@ -269,7 +271,7 @@ class Scheduler(Generic[S]):
         return gone
 
     def _retire(self, running: Collection[S]) -> list[S]:
-        """Take out the sequences that have ended, that end with the steps under way, or that nobody wants any more."""
+        """Take out the sequences that have ended, that end with the steps under way, or that were cancelled."""
         leaving = [entry for entry in running if entry.is_leaving]
         for entry in leaving:
             self._release(entry)

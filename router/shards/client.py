@@ -6,11 +6,6 @@ reports an error, ends the stream with a ShardError naming the rank: the ranks n
 and nothing can mend that while they run. Rank 0 says which rank that is (`server/ranks/relay.py`). The double of
 `ShardedClient` for tests is `tests/router/fake_shards.py`; one contract test runs over both. What goes over the wire is
 built in `wire.py`; on the router's side only these two modules know protobuf classes.
-
-Health of the shards for many probes at once: they share one answer.
-
-A probe that asked the shards itself would cost both sides a call. Ten thousand balancers, or one attacker, would keep
-them from computing tokens.
 """
 
 from __future__ import annotations
@@ -49,6 +44,7 @@ TIERS_DEADLINE_S = 60.0  # of a disk for a few MB, behind a step that may be a l
 CONNECTION_ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 STREAM_ENDED = (*CONNECTION_ENDED, grpc.StatusCode.INTERNAL)
 SOCKET_POLL_S = 0.05
+REUSED_S = 0.1  # how old an answer about health may be: probes ask every few seconds, and to them this is now
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -62,8 +58,8 @@ logger = logging.getLogger(__name__)
 class ShardError(Exception):
     """A shard is lost or broke the protocol. Nothing can run on these shards any more.
 
-    is_known: whether that is the whole story. A connection that ended is not: why its process ended is better known to
-    the launcher.
+    is_known: whether the cause is complete. That a connection ended is not: the launcher knows better why its process
+    did.
     """
 
     def __init__(self, rank: int, cause: str, *, is_known: bool = True) -> None:
@@ -180,91 +176,7 @@ class Shards(Protocol):
         """The reply to the oldest request without one. Raises ShardError when the stream has ended."""
 
     async def close(self) -> None:
-        """End the stream. Whoever waits in `receive` gets a ShardError."""
-
-
-class ShardClient:
-    """One rank: a channel over its unix socket and, on rank 0, the Run stream on it."""
-
-    def __init__(self, rank: int, socket_path: str) -> None:
-        self.rank = rank
-        self._socket_path = socket_path
-        self._channel = grpc.aio.insecure_channel(f"unix://{os.path.abspath(socket_path)}", options=CHANNEL_OPTIONS)
-        self._stub: Any = ShardStub(self._channel)  # type: ignore[no-untyped-call]
-        self._outbox: asyncio.Queue[StepRequest | None] = asyncio.Queue()
-        self._call: Any = None
-
-    async def wait_ready(self) -> None:
-        """Wait for the socket, which appears when the weights are loaded, and for the connection."""
-        while not os.path.exists(self._socket_path):
-            await asyncio.sleep(SOCKET_POLL_S)
-        await self._channel.channel_ready()
-
-    async def call(self, method: str, request: Any, timeout: float | None = None) -> Any:
-        """Make a unary call. Raises ValueError if the shard refuses it, else ShardError, both with its sentence."""
-        try:
-            return await getattr(self._stub, method)(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise ValueError(error.details()) from None
-            raise self._lost(error, CONNECTION_ENDED) from None
-        except (asyncio.CancelledError, grpc.aio.UsageError):  # the channel was closed during the call, or before it
-            raise self._closed() from None
-
-    def send(self, request: StepRequest) -> None:
-        """Hand over the next step; the first one opens the stream."""
-        if self._call is None:
-            self._call = self._stub.Run(self._requests())
-        self._outbox.put_nowait(request)
-
-    async def receive(self) -> StepReply:
-        """The next reply. Raises ShardError when the stream has ended, or when the reply says whose failure ends it."""
-        try:
-            reply: StepReply = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise self._lost(error, STREAM_ENDED) from None
-        except asyncio.CancelledError:
-            raise self._closed() from None
-        if reply is grpc.aio.EOF:
-            raise ShardError(self.rank, "it ended its stream of steps", is_known=False)
-        if reply.HasField("failed_rank"):
-            raise ShardError(reply.failed_rank, reply.error, is_known=not reply.lost_peer)
-        return reply
-
-    def abandon(self) -> None:
-        """End the stream at once: whoever waits in `receive` gets a ShardError."""
-        if self._call is not None:
-            self._call.cancel()
-
-    async def close(self) -> None:
-        """End the stream and close the channel."""
-        self._outbox.put_nowait(None)
-        await self._channel.close()
-
-    def _closed(self) -> BaseException:
-        """What to raise for a CancelledError: grpc.aio's own, of a call that was ended here, is a ShardError."""
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            return asyncio.CancelledError()
-        return ShardError(self.rank, "its connection was closed", is_known=False)
-
-    def _lost(self, error: grpc.aio.AioRpcError, ended: Sequence[grpc.StatusCode]) -> ShardError:
-        """What gRPC's words come to. Its own reach the log alone: they are about connections, and nobody's remedy."""
-        logger.debug("shard %d: %s", self.rank, _cause(error))
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ShardError(self.rank, "it does not answer")
-        if error.code() in ended:
-            return ShardError(self.rank, "its connection ended", is_known=False)
-        return ShardError(self.rank, _cause(error))
-
-    async def _requests(self) -> AsyncIterator[StepRequest]:
-        while (request := await self._outbox.get()) is not None:
-            yield request
-
-
-def _cause(error: grpc.aio.AioRpcError) -> str:
-    details = (error.details() or "no details").strip()
-    return f"{error.code().name.lower().replace('_', ' ')}: {details}"
+        """End the stream. A call of `receive` that waits raises ShardError."""
 
 
 class ShardedClient:
@@ -385,11 +297,11 @@ class ShardedClient:
         """Nothing: what is lost shows in `receive`."""
 
     async def renew(self, error: ShardError) -> KvCache:
-        """Raises `error`: nobody starts these shards again."""
+        """Raises `error`: these shards are not started again."""
         raise error
 
     def abandon(self) -> None:
-        """End the stream of steps at once: whoever waits in `receive` gets a ShardError."""
+        """End the stream of steps at once: a call of `receive` that waits raises ShardError."""
         self._ranks[0].abandon()
 
     def send(self, request: StepRequest) -> None:
@@ -408,11 +320,96 @@ class ShardedClient:
         return list(await asyncio.gather(*(rank.call(method, request, timeout) for rank in self._ranks)))
 
 
-REUSED_S = 0.1  # probes ask every few seconds: to them this is now
+class ShardClient:
+    """One rank: a channel over its unix socket and, on rank 0, the Run stream on it."""
+
+    def __init__(self, rank: int, socket_path: str) -> None:
+        self.rank = rank
+        self._socket_path = socket_path
+        self._channel = grpc.aio.insecure_channel(f"unix://{os.path.abspath(socket_path)}", options=CHANNEL_OPTIONS)
+        self._stub: Any = ShardStub(self._channel)  # type: ignore[no-untyped-call]
+        self._outbox: asyncio.Queue[StepRequest | None] = asyncio.Queue()
+        self._call: Any = None
+
+    async def wait_ready(self) -> None:
+        """Wait for the socket, which appears when the weights are loaded, and for the connection."""
+        while not os.path.exists(self._socket_path):
+            await asyncio.sleep(SOCKET_POLL_S)
+        await self._channel.channel_ready()
+
+    async def call(self, method: str, request: Any, timeout: float | None = None) -> Any:
+        """Make a unary call. Raises ValueError if the shard refuses it, else ShardError, both with its sentence."""
+        try:
+            return await getattr(self._stub, method)(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ValueError(error.details()) from None
+            raise self._lost(error, CONNECTION_ENDED) from None
+        except (asyncio.CancelledError, grpc.aio.UsageError):  # the channel was closed during the call, or before it
+            raise self._closed() from None
+
+    def send(self, request: StepRequest) -> None:
+        """Hand over the next step; the first one opens the stream."""
+        if self._call is None:
+            self._call = self._stub.Run(self._requests())
+        self._outbox.put_nowait(request)
+
+    async def receive(self) -> StepReply:
+        """The next reply. Raises ShardError when the stream has ended, or when the reply says whose failure ends it."""
+        try:
+            reply: StepReply = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._lost(error, STREAM_ENDED) from None
+        except asyncio.CancelledError:
+            raise self._closed() from None
+        if reply is grpc.aio.EOF:
+            raise ShardError(self.rank, "it ended its stream of steps", is_known=False)
+        if reply.HasField("failed_rank"):
+            raise ShardError(reply.failed_rank, reply.error, is_known=not reply.lost_peer)
+        return reply
+
+    def abandon(self) -> None:
+        """End the stream at once: a call of `receive` that waits raises ShardError."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def close(self) -> None:
+        """End the stream and close the channel."""
+        self._outbox.put_nowait(None)
+        await self._channel.close()
+
+    def _closed(self) -> BaseException:
+        """What to raise for a CancelledError: grpc.aio's own, of a call that was ended here, is a ShardError."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return asyncio.CancelledError()
+        return ShardError(self.rank, "its connection was closed", is_known=False)
+
+    def _lost(self, error: grpc.aio.AioRpcError, ended: Sequence[grpc.StatusCode]) -> ShardError:
+        """What gRPC's words come to. Its own reach the log alone: they are about connections, and no remedy."""
+        logger.debug("shard %d: %s", self.rank, _cause(error))
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ShardError(self.rank, "it does not answer")
+        if error.code() in ended:
+            return ShardError(self.rank, "its connection ended", is_known=False)
+        return ShardError(self.rank, _cause(error))
+
+    async def _requests(self) -> AsyncIterator[StepRequest]:
+        while (request := await self._outbox.get()) is not None:
+            yield request
+
+
+def _cause(error: grpc.aio.AioRpcError) -> str:
+    details = (error.details() or "no details").strip()
+    return f"{error.code().name.lower().replace('_', ' ')}: {details}"
 
 
 class SharedHealth:
-    """Asks the shards once for all who ask at nearly the same time."""
+    """Asks the shards once for all probes that come at nearly the same time.
+
+    A probe that asked the shards itself would cost both sides a call. Ten thousand balancers, or one attacker, would
+    keep them from computing tokens.
+    """
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -429,6 +426,6 @@ class SharedHealth:
 
 
 def _take_notice(answer: asyncio.Task[ShardHealth]) -> None:
-    """Whoever asked may be gone: then nobody else looks at an error."""
+    """Look at an error, which the probes that asked may not do: they may be gone."""
     if not answer.cancelled():
         answer.exception()

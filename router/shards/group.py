@@ -5,18 +5,8 @@ launcher starts a fresh group, on sockets of its own. `ShardGroup` is the shards
 whichever group that is. It watches the time of each step, finds out which rank hangs, and warms a fresh group up as the
 first was.
 
-What the launcher acts on (`group_lost`, `group_ready`, `group_advanced`) are records of the router's log that nobody
-sees; what it says is one line of JSON in a pipe: a new group, or why there will be none.
-
-How long a step may take: the deadline after which shards that answer, but do not finish it, count as hung.
-
-A step is late after ten times what the slowest steps of its size took, and never before `FLOOR_S`. Sizes are powers of
-two of the tokens computed, because a step with a long chunk takes a hundred times as long as one that decodes; of a
-size that has not come yet, the next larger one says how long, or a smaller one in proportion. The age of a step counts
-the time that this process was awake: where the whole machine stood still, nobody is late. Nor is a step late whose
-weights still come from a disk, however slowly.
-
-Arithmetic alone. Who asks the shards for a sign of life, and has them ended, is `group.py`.
+What the launcher acts on (`group_lost`, `group_ready`, `group_advanced`) are records of the router's log that are not
+shown; what it says is one line of JSON in a pipe: a new group, or why there will be none (`NextGroup`).
 """
 
 from __future__ import annotations
@@ -44,134 +34,26 @@ from router.shards.client import (
     StepRequest,
 )
 
-FLOOR_S = 2.0
-FACTOR = 10.0
-TICK_S = 0.25  # how often whoever watches looks
+FLOOR_S = 2.0  # no step is late before
+FACTOR = 10.0  # times what the slowest steps of its size took
+TICK_S = 0.25  # how often the oldest step is looked at
 MOST_S = 600.0  # for a step of a size that has not come yet, or the first of all
 READ_S = 10.0  # a disk that brings nothing for so long is stuck
 SAMPLES = 256  # step times kept of each size
-
-
-class StepWatch:
-    """The steps under way, oldest first, and how long such steps took before."""
-
-    def __init__(self, before: StepWatch | None = None) -> None:
-        """before: of the shards in whose place others are; steps take what they took."""
-        self.num_answered = 0
-        self._sizes: deque[int] = deque()  # of the steps under way
-        self._began_at = 0.0  # when the oldest could begin: it was sent, and the one before it answered
-        self._asleep = 0.0  # of the time since, seconds that this process did not run
-        self._seen_at = 0.0
-        self._read_bytes = 0  # by the shards, when somebody last asked
-        self._read_at: float | None = None  # when that was found to have grown
-        # Size -> seconds of its latest steps.
-        self._times: dict[int, deque[float]] = before._times if before is not None else {}
-
-    def sent(self, tokens: int, now: float) -> None:
-        """A step that computes so many tokens, of prompts and of sequences that decode, is under way."""
-        if not self._sizes:
-            self._begin(now)
-        self._sizes.append(tokens.bit_length())
-
-    def received(self, now: float) -> None:
-        """The oldest step has been answered."""
-        self.num_answered += 1
-        size = self._sizes.popleft()
-        times = self._times.get(size)
-        if times is None:
-            times = self._times[size] = deque(maxlen=SAMPLES)
-        times.append(now - self._began_at)
-        self._begin(now)
-
-    def age(self, now: float) -> float:
-        """Seconds that the oldest step has been under way; 0 where none is. To be called every TICK_S."""
-        self._asleep += max(0.0, now - self._seen_at - 2 * TICK_S)
-        self._seen_at = now
-        return now - self._began_at - self._asleep if self._sizes else 0.0
-
-    def is_late(self, age: float) -> bool:
-        """Whether the oldest step may not be so old."""
-        return bool(self._sizes) and age > self._deadline(self._sizes[0])
-
-    def is_reading(self, read_bytes: int, now: float) -> bool:
-        """Whether weights have come from a disk of late. read_bytes: since the shards' start. For a late step."""
-        if read_bytes != self._read_bytes:
-            self._read_bytes, self._read_at = read_bytes, now
-        return self._read_at is not None and now - self._read_at < READ_S
-
-    def _deadline(self, size: int) -> float:
-        if size in self._times:
-            return max(FLOOR_S, FACTOR * self._slowest(size))
-        larger = min((other for other in self._times if other > size), default=None)
-        if larger is not None:
-            return max(FLOOR_S, FACTOR * self._slowest(larger))
-        if not self._times:
-            return MOST_S
-        known = max(self._times)
-        return min(max(FLOOR_S, FACTOR * self._slowest(known) * 2.0 ** (size - known)), MOST_S)
-
-    def _slowest(self, size: int) -> float:
-        """The 99th percentile of the latest steps of a size."""
-        ordered = sorted(self._times[size])
-        return ordered[math.ceil(0.99 * len(ordered)) - 1]
-
-    def _begin(self, now: float) -> None:
-        self._began_at = self._seen_at = now
-        self._asleep = 0.0
-
-
 PROBE_S = 1.5  # for every rank to give a sign of life while a step goes on for longer than half of FLOOR_S
 ANSWER_S = 10.0  # for every rank to give one to a router that is started beside them
 MOST_LINE_BYTES = 64 * 1024  # of what the launcher says at once
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
 
 
-class NextGroup:
-    """What the launcher says about groups after the first. `on_news` is called when there is any."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.sockets: Sequence[str] = ()
-        self.refusal: str | None = None  # why no group will come any more
-        self.on_news: Callable[[], None] = lambda: None
-        self._news = asyncio.Event()
-
-    async def listen(self, descriptor: int) -> None:
-        """Take lines from the launcher until it closes the pipe."""
-        reader = asyncio.StreamReader(limit=MOST_LINE_BYTES)
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
-        )
-        try:
-            while line := await reader.readline():
-                self.take(json.loads(line))
-        finally:
-            transport.close()
-
-    def take(self, news: dict[str, Any]) -> None:
-        """One event: `group` and its `sockets`, or `refusal`."""
-        self.refusal = news.get("refusal")
-        self.number = news.get("group", self.number)
-        self.sockets = news.get("sockets", ())
-        self._news.set()
-        self.on_news()
-
-    async def after(self, number: int) -> None:
-        """Wait for a group later than `number`, or for the refusal."""
-        while self.number <= number and self.refusal is None:
-            self._news.clear()
-            await self._news.wait()
-
-
 class ShardGroup:
-    """All ranks of the group that serves now. Whoever made it runs `watch` beside the batching loop.
+    """All ranks of the group that serves now. `watch` has to run beside the batching loop.
 
-    news: what the launcher says; None where nobody starts a lost group again.
+    news: what the launcher says; None where a lost group is not started again.
     """
 
     def __init__(
@@ -272,7 +154,7 @@ class ShardGroup:
                 await self._examine(self._watch, age)
 
     async def _examine(self, watch: StepWatch, age: float) -> None:
-        """A step takes long. Lose the group if a rank is dumb, or if the step is late for its size."""
+        """A step takes long. Lose the group if a rank is silent, or if the step is late for its size."""
         client, step, since = self._client, watch.num_answered, self._clock()
         rank = await client.silent(PROBE_S)
         took = self._clock() - since
@@ -301,7 +183,7 @@ class ShardGroup:
         self._loss = error
         self._client.abandon()
 
-    async def begin(self, work: Callable[[], Coroutine[Any, Any, Made]]) -> Made:
+    async def begin(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         """What `work` makes of these ranks, or of those in their place where they are lost meanwhile.
 
         Raises ShardError when there will be none.
@@ -337,10 +219,10 @@ class ShardGroup:
         self._loss, self._has_advanced = None, False
 
     def _tell(self, event: str, **fields: int | str) -> None:
-        """Tell the launcher, and nobody else."""
+        """Tell the launcher by a record of the log that is not shown."""
         lifecycle.info("", extra={"event": event, "group": self.number, "is_silent": True, **fields})
 
-    async def _unless_ended(self, work: Coroutine[Any, Any, Made]) -> Made:
+    async def _unless_ended(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Its result. Raises ShardError when the launcher ends this group meanwhile."""
         if self._news is None:
             return await work
@@ -374,3 +256,116 @@ class ShardGroup:
                 f"{self._wanted['max_total_tokens']} of max_total_tokens: free some memory, or lower max_total_tokens",
             )
         return cache
+
+
+class NextGroup:
+    """What the launcher says about groups after the first. `on_news` is called when there is any."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.sockets: Sequence[str] = ()
+        self.refusal: str | None = None  # why no group will come any more
+        self.on_news: Callable[[], None] = lambda: None
+        self._news = asyncio.Event()
+
+    async def listen(self, descriptor: int) -> None:
+        """Take lines from the launcher until it closes the pipe."""
+        reader = asyncio.StreamReader(limit=MOST_LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+        )
+        try:
+            while line := await reader.readline():
+                self.take(json.loads(line))
+        finally:
+            transport.close()
+
+    def take(self, news: dict[str, Any]) -> None:
+        """One event: `group` and its `sockets`, or `refusal`."""
+        self.refusal = news.get("refusal")
+        self.number = news.get("group", self.number)
+        self.sockets = news.get("sockets", ())
+        self._news.set()
+        self.on_news()
+
+    async def after(self, number: int) -> None:
+        """Wait for a group later than `number`, or for the refusal."""
+        while self.number <= number and self.refusal is None:
+            self._news.clear()
+            await self._news.wait()
+
+
+class StepWatch:
+    """How long a step may take: after that, shards that answer but do not finish it count as hung.
+
+    A step is late after ten times what the slowest steps of its size took, and never before `FLOOR_S`. Sizes are powers
+    of two of the tokens computed, because a step with a long chunk takes a hundred times as long as one that decodes;
+    of a size that has not come yet, the next larger one says how long, or a smaller one in proportion. The age of a
+    step counts the time that this process was awake: where the whole machine stood still, nothing is late. Nor is a
+    step late whose weights still come from a disk, however slowly. Arithmetic alone, without a clock.
+    """
+
+    def __init__(self, before: StepWatch | None = None) -> None:
+        """before: of the shards in whose place others are; steps take what they took."""
+        self.num_answered = 0
+        self._sizes: deque[int] = deque()  # of the steps under way
+        self._began_at = 0.0  # when the oldest could begin: it was sent, and the one before it answered
+        self._asleep = 0.0  # of the time since, seconds that this process did not run
+        self._seen_at = 0.0
+        self._read_bytes = 0  # by the shards, when they were last asked
+        self._read_at: float | None = None  # when that was found to have grown
+        # Size -> seconds of its latest steps.
+        self._times: dict[int, deque[float]] = before._times if before is not None else {}
+
+    def sent(self, tokens: int, now: float) -> None:
+        """A step that computes so many tokens, of prompts and of sequences that decode, is under way."""
+        if not self._sizes:
+            self._begin(now)
+        self._sizes.append(tokens.bit_length())
+
+    def received(self, now: float) -> None:
+        """The oldest step has been answered."""
+        self.num_answered += 1
+        size = self._sizes.popleft()
+        times = self._times.get(size)
+        if times is None:
+            times = self._times[size] = deque(maxlen=SAMPLES)
+        times.append(now - self._began_at)
+        self._begin(now)
+
+    def age(self, now: float) -> float:
+        """Seconds that the oldest step has been under way; 0 where none is. To be called every TICK_S."""
+        self._asleep += max(0.0, now - self._seen_at - 2 * TICK_S)
+        self._seen_at = now
+        return now - self._began_at - self._asleep if self._sizes else 0.0
+
+    def is_late(self, age: float) -> bool:
+        """Whether the oldest step may not be so old."""
+        return bool(self._sizes) and age > self._deadline(self._sizes[0])
+
+    def is_reading(self, read_bytes: int, now: float) -> bool:
+        """Whether weights have come from a disk of late. read_bytes: since the shards' start. For a late step."""
+        if read_bytes != self._read_bytes:
+            self._read_bytes, self._read_at = read_bytes, now
+        return self._read_at is not None and now - self._read_at < READ_S
+
+    def _deadline(self, size: int) -> float:
+        if size in self._times:
+            return max(FLOOR_S, FACTOR * self._slowest(size))
+        larger = min((other for other in self._times if other > size), default=None)
+        if larger is not None:
+            return max(FLOOR_S, FACTOR * self._slowest(larger))
+        if not self._times:
+            return MOST_S
+        known = max(self._times)
+        return min(max(FLOOR_S, FACTOR * self._slowest(known) * 2.0 ** (size - known)), MOST_S)
+
+    def _slowest(self, size: int) -> float:
+        """The 99th percentile of the latest steps of a size."""
+        ordered = sorted(self._times[size])
+        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+    def _begin(self, now: float) -> None:
+        self._began_at = self._seen_at = now
+        self._asleep = 0.0

@@ -20,13 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.text.tokenizer import REPLACEMENT, ModelTokenizer
+from router.text.tokenizer import MOST_TOKENS_OF_A_CHARACTER, REPLACEMENT, ModelTokenizer
 
 CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
-
-
-# A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
-MAX_HELD_TOKENS = 8
 
 
 class FinishReason(StrEnum):
@@ -35,129 +31,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
-
-
-class Detokeniser:
-    """Turns the growing ids of one sequence into pieces of whole characters."""
-
-    def __init__(self, tokenizer: ModelTokenizer, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._context = list(prompt_ids[-CONTEXT_TOKENS:])
-        self._context_text: str | None = tokenizer.decode(self._context)  # None: not asked for yet, and not empty
-        self._held: list[int] = []
-        self._num_shown = 0  # characters of the held tokens that are out already
-
-    def push(self, token_id: int) -> str:
-        """The whole characters that this token completes; empty while it ends inside the only one."""
-        piece = self._tokenizer.lone_pieces[token_id]
-        if piece and not self._held and self._context_text != "":
-            self._context, self._context_text = [token_id], None
-            return piece
-        self._held.append(token_id)
-        piece = self._held_text()
-        if (piece and not piece.endswith(REPLACEMENT)) or len(self._held) >= MAX_HELD_TOKENS:
-            return self._give_out(piece)
-        piece = piece.rstrip(REPLACEMENT)
-        self._num_shown += len(piece)
-        return piece
-
-    def flush(self) -> str:
-        """The text of held tokens, whole characters or not: nothing more will come."""
-        return self._give_out(self._held_text()) if self._held else ""
-
-    def _held_text(self) -> str:
-        """What the held tokens add to their context, but for what is out."""
-        if self._context_text is None:
-            self._context_text = self._tokenizer.decode(self._context)
-        text = self._tokenizer.decode([*self._context, *self._held])
-        return text[len(self._context_text) + self._num_shown :]
-
-    def _give_out(self, piece: str) -> str:
-        self._context, self._held, self._num_shown = self._held, [], 0
-        self._context_text = self._tokenizer.decode(self._context)
-        return piece
-
-
-class StopSearch:
-    """Finds the first of several stop sequences in text that arrives in pieces."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._num_kept = max(map(len, stop), default=1) - 1  # a match may begin this far back
-        self._tail = ""
-
-    def push(self, piece: str) -> int | None:
-        """How much of the piece is left when it is cut after the first match that ends in it; None if none does."""
-        if not self._stop or not piece:
-            return None
-        text = self._tail + piece
-        start = len(self._tail)
-        ends = [at + len(s) for s in self._stop if (at := text.find(s, max(0, start - len(s) + 1))) >= 0]
-        self._tail = text[max(0, len(text) - self._num_kept) :]
-        return min(ends) - start if ends else None
-
-
-class StopFilter:
-    """Takes a text in pieces; gives out what is no stop sequence and not the beginning of one."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self.found: str | None = None  # the sequence that was complete first; of several the longest
-        self._automata = [_Automaton(sequence) for sequence in stop]
-        self._held: list[tuple[str, bool]] = []  # characters, and whether each is to be shown
-
-    def push(self, piece: str, is_shown: bool = True) -> tuple[str, bool]:
-        """(what can be shown by now, whether a stop sequence is complete). Nothing may be pushed after that.
-
-        is_shown: whether the piece is part of the text, or of a special token, which is only searched.
-        """
-        if not self._automata:
-            return (piece if is_shown else ""), False
-        for character in piece:
-            self._held.append((character, is_shown))
-            found = [automaton.sequence for automaton in self._automata if automaton.push(character)]
-            if found:
-                self.found = max(found, key=len)
-                return self._release(len(self.found)), True
-        return self._release(max(automaton.matched for automaton in self._automata)), False
-
-    def flush(self) -> str:
-        """What is held back: nothing more will come."""
-        return self._release(0)
-
-    def _release(self, num_kept: int) -> str:
-        """All but the last so many characters, as far as they are shown."""
-        split = max(0, len(self._held) - num_kept)
-        out, self._held = self._held[:split], self._held[split:]
-        return "".join(character for character, is_shown in out if is_shown)
-
-
-class _Automaton:
-    """Finds one sequence: `matched` is the length of its longest beginning with which the text ends."""
-
-    def __init__(self, sequence: str) -> None:
-        self.sequence = sequence
-        self.matched = 0
-        self._shorter = _shorter_beginnings(sequence)
-
-    def push(self, character: str) -> bool:
-        """Whether the sequence is complete with this character."""
-        while self.matched and self.sequence[self.matched] != character:
-            self.matched = self._shorter[self.matched - 1]
-        if self.sequence[self.matched] == character:
-            self.matched += 1
-        return self.matched == len(self.sequence)
-
-
-def _shorter_beginnings(sequence: str) -> list[int]:
-    """For each beginning of the sequence, the longest shorter beginning with which it ends."""
-    shorter = [0] * len(sequence)
-    matched = 0
-    for at in range(1, len(sequence)):
-        while matched and sequence[matched] != sequence[at]:
-            matched = shorter[matched - 1]
-        matched += sequence[matched] == sequence[at]
-        shorter[at] = matched
-    return shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,3 +144,126 @@ class GeneratedText:
         stopped = FinishReason.STOP_SEQUENCE if has_stopped else None
         ended = self._ends.reason(token_id, self._tokenizer.eos_ids) or stopped
         return ended or (FinishReason.LENGTH if is_last else None)
+
+
+class Detokeniser:
+    """Turns the growing ids of one sequence into pieces of whole characters."""
+
+    def __init__(self, tokenizer: ModelTokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._context_text: str | None = tokenizer.decode(self._context)  # None: not asked for yet, and not empty
+        self._held: list[int] = []
+        self._num_shown = 0  # characters of the held tokens that are out already
+
+    def push(self, token_id: int) -> str:
+        """The whole characters that this token completes; empty while it ends inside the only one."""
+        piece = self._tokenizer.lone_pieces[token_id]
+        if piece and not self._held and self._context_text != "":
+            self._context, self._context_text = [token_id], None
+            return piece
+        self._held.append(token_id)
+        piece = self._held_text()
+        if (piece and not piece.endswith(REPLACEMENT)) or len(self._held) >= MOST_TOKENS_OF_A_CHARACTER:
+            return self._give_out(piece)
+        piece = piece.rstrip(REPLACEMENT)
+        self._num_shown += len(piece)
+        return piece
+
+    def flush(self) -> str:
+        """The text of held tokens, whole characters or not: nothing more will come."""
+        return self._give_out(self._held_text()) if self._held else ""
+
+    def _held_text(self) -> str:
+        """What the held tokens add to their context, but for what is out."""
+        if self._context_text is None:
+            self._context_text = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode([*self._context, *self._held])
+        return text[len(self._context_text) + self._num_shown :]
+
+    def _give_out(self, piece: str) -> str:
+        self._context, self._held, self._num_shown = self._held, [], 0
+        self._context_text = self._tokenizer.decode(self._context)
+        return piece
+
+
+class StopSearch:
+    """Finds the first of several stop sequences in text that arrives in pieces."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._num_kept = max(map(len, stop), default=1) - 1  # a match may begin this far back
+        self._tail = ""
+
+    def push(self, piece: str) -> int | None:
+        """How much of the piece is left when it is cut after the first match that ends in it; None if none does."""
+        if not self._stop or not piece:
+            return None
+        text = self._tail + piece
+        start = len(self._tail)
+        ends = [at + len(s) for s in self._stop if (at := text.find(s, max(0, start - len(s) + 1))) >= 0]
+        self._tail = text[max(0, len(text) - self._num_kept) :]
+        return min(ends) - start if ends else None
+
+
+class StopFilter:
+    """Takes a text in pieces; gives out what is no stop sequence and not the beginning of one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.found: str | None = None  # the sequence that was complete first; of several the longest
+        self._automata = [_Automaton(sequence) for sequence in stop]
+        self._held: list[tuple[str, bool]] = []  # characters, and whether each is to be shown
+
+    def push(self, piece: str, is_shown: bool = True) -> tuple[str, bool]:
+        """(what can be shown by now, whether a stop sequence is complete). Nothing may be pushed after that.
+
+        is_shown: whether the piece is part of the text, or of a special token, which is only searched.
+        """
+        if not self._automata:
+            return (piece if is_shown else ""), False
+        for character in piece:
+            self._held.append((character, is_shown))
+            found = [automaton.sequence for automaton in self._automata if automaton.push(character)]
+            if found:
+                self.found = max(found, key=len)
+                return self._release(len(self.found)), True
+        return self._release(max(automaton.matched for automaton in self._automata)), False
+
+    def flush(self) -> str:
+        """What is held back: nothing more will come."""
+        return self._release(0)
+
+    def _release(self, num_kept: int) -> str:
+        """All but the last so many characters, as far as they are shown."""
+        split = max(0, len(self._held) - num_kept)
+        out, self._held = self._held[:split], self._held[split:]
+        return "".join(character for character, is_shown in out if is_shown)
+
+
+class _Automaton:
+    """Finds one sequence: `matched` is the length of its longest beginning with which the text ends."""
+
+    def __init__(self, sequence: str) -> None:
+        self.sequence = sequence
+        self.matched = 0
+        self._shorter = _shorter_beginnings(sequence)
+
+    def push(self, character: str) -> bool:
+        """Whether the sequence is complete with this character."""
+        while self.matched and self.sequence[self.matched] != character:
+            self.matched = self._shorter[self.matched - 1]
+        if self.sequence[self.matched] == character:
+            self.matched += 1
+        return self.matched == len(self.sequence)
+
+
+def _shorter_beginnings(sequence: str) -> list[int]:
+    """For each beginning of the sequence, the longest shorter beginning with which it ends."""
+    shorter = [0] * len(sequence)
+    matched = 0
+    for at in range(1, len(sequence)):
+        while matched and sequence[matched] != sequence[at]:
+            matched = shorter[matched - 1]
+        matched += sequence[matched] == sequence[at]
+        shorter[at] = matched
+    return shorter

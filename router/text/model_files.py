@@ -1,7 +1,7 @@
 """What the small files beside a model's weights say about generating with it: end tokens, and its publisher's defaults.
 
 End tokens are obeyed. The defaults are reported in `/info` and not applied: as in TGI, a request that names no sampling
-parameter gets the most likely tokens, whatever the model. Left out: the tokenizer itself (`text.py`).
+parameter gets the most likely tokens, whatever the model. Left out: the tokenizer itself (`tokenizer.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ known. What such a token adds to a text is worked out once and looked up from th
 
 A token may be a part of a character, or the end of one and the beginning of the next, so that bytes alone can say what
 it adds to a text (`TokenBytes`). A decoder may also leave something out, such as the space at the start of a text, or
-treat tokens by their neighbours: what is shown is the measure then, and the bytes are the token's share of it.
+treat tokens by their neighbours: what is shown is the measure then, and the bytes are the token's share of it
+(`TokenShares`).
 
 A prompt of two megabytes takes seconds to tokenise, only to be refused for its length. Where every character of a text
 ends up in some token, a text with more characters than all of its tokens could hold need not be looked at. Many
@@ -24,20 +25,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from router.text import model_files
 
-if TYPE_CHECKING:
-    pass  # GONE-IMPORT
-
-
 END_TOKENS = 16  # enough for any mark with blanks behind it, in letters if need be
-
-
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+LONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece names a token that stands for one byte
+# A character has at most 4 bytes, so 8 tokens that end inside one are bytes that will never be text.
+MOST_TOKENS_OF_A_CHARACTER = 8
+# Unicode's canonical forms: composing makes at most so many characters one (UAX #15, maximum expansion of NFD).
+MOST_COMPOSED = 4
+KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,7 @@ class ModelTokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text that stands alone, without special tokens around it. Raises TokenizerError."""
-        with _tokenizer_errors():
-            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            return list(encoding.ids)
+        return self.encode(text, add_special_tokens=False)
 
     def count(self, text: str, add_special_tokens: bool = True) -> int:
         """How many token ids `encode` gives. Raises TokenizerError."""
@@ -182,7 +181,7 @@ class LonePieces(dict[int, str]):
         super().__init__()
         self._tokenizer = tokenizer
         decoder = tokenizer.decoder
-        self._is_local = decoder is not None and is_local(json.loads(decoder.__getstate__()))
+        self._is_local = decoder is not None and _is_local(json.loads(decoder.__getstate__()))
 
     def __missing__(self, id: int) -> str:
         with _tokenizer_errors():
@@ -198,21 +197,16 @@ class LonePieces(dict[int, str]):
         return piece if at_start and REPLACEMENT not in piece else ""
 
 
-def is_local(decoder: Mapping[str, Any]) -> bool:
+def _is_local(decoder: Mapping[str, Any]) -> bool:
     """Whether a decoder treats tokens alone, but for joining bytes to characters and trimming the start of a text."""
     kind = decoder["type"]
     if kind == "Sequence":
-        return all(is_local(part) for part in decoder["decoders"])
+        return all(_is_local(part) for part in decoder["decoders"])
     if kind == "Strip":
         return bool(decoder["stop"] == 0)
     if kind == "Replace":
         return len(decoder["pattern"].get("String", "")) == 1
     return kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace")
-
-
-LONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece names a token that stands for one byte
-# A character has at most 4 bytes, so 8 tokens that end inside one are bytes that will never be text.
-MOST_OF_A_CHARACTER = 8
 
 
 class TokenBytes(dict[int, bytes]):
@@ -282,7 +276,9 @@ class TokenShares:
         if not self._open and data == piece.encode():
             return [TokenShare(place, piece, data)]
         self._open.append((place, piece, data))
-        if len(self._open) <= MOST_OF_A_CHARACTER and _ends_inside_a_character(b"".join(d for _, _, d in self._open)):
+        if len(self._open) <= MOST_TOKENS_OF_A_CHARACTER and _ends_inside_a_character(
+            b"".join(d for _, _, d in self._open)
+        ):
             return []
         return self.close()
 
@@ -299,11 +295,6 @@ def _ends_inside_a_character(data: bytes) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return bool(decoder.getstate()[0])
-
-
-# Unicode's canonical forms: composing makes at most so many characters one (UAX #15, maximum expansion of NFD).
-MOST_COMPOSED = 4
-KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 
 
 def most_characters_per_token(tokenizer: Tokenizer) -> int | None:

@@ -14,7 +14,7 @@ from router.apis.anthropic.streams import PING, MessageEvent, MessageFrames
 from router.apis.conversations import Turn, turn_of
 from router.apis.document import ERROR_STATUSES, documented
 from router.apis.openai.routes import STREAM_HEADERS
-from router.apis.serving import Services, asked_by, collect, json_response, read, shaped, stream
+from router.apis.serving import Services, caller_of, collect, json_response, read, shaped, stream
 from router.http.guard import ClientConnection
 from router.requests.generation import OpenRequest
 
@@ -32,8 +32,8 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
 
         if body.stream:
             headers = {**STREAM_HEADERS, "x-compute-type": services.compute_type}
-            return await stream(request, [turn.asked(given)], services, frames, headers, ping=PING)
-        opened, [answer] = await collect(request, [turn.asked(given)], services)
+            return await stream(request, [turn.prompt_request(given)], services, frames, headers, ping=PING)
+        opened, [answer] = await collect(request, [turn.prompt_request(given)], services)
         [entry] = opened.entries
         reader = turn.reader(services, entry)
         return json_response(await shaped(request, services, partial(answers.message, head, answer, entry, reader)))
@@ -41,7 +41,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def count_tokens(request: Request) -> Response:
         turn = turn_in(await read(request, services, CountRequest), services)
         with ClientConnection.of(request.scope).needed():
-            count = await services.generator.count(turn.render, **asked_by(request, services))
+            count = await services.generator.count(turn.render, caller_of(request, services))
         told: answers.TokenCount = {"input_tokens": count}
         return json_response(told)
 

@@ -20,7 +20,7 @@ from router.chat.prompting import effort
 from router.chat.tools import Offer
 from router.chat.transcript import text_of
 from router.errors import ValidationError
-from router.requests.prompt import Asked, Rendering
+from router.requests.prompt import PromptRequest, Rendering
 from router.requests.schemas import GenerateParameters, GrammarParameters, Integer, Lenient, NotServed
 
 ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it
@@ -167,7 +167,7 @@ class CompletionRequest(Generation):
 ROLES = {"developer": "system"}  # a newer name, which templates do not know
 
 
-def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | None = None) -> list[Asked]:
+def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | None = None) -> list[PromptRequest]:
     """What a chat asks for, of the prompt that `render` makes of its messages. Raises ValidationError.
 
     candidates: wanted with the log-probability of each token; None: no log-probabilities.
@@ -181,7 +181,7 @@ def most_of(body: Generation) -> int | None:
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
-def scored(asked: Asked, candidates: int | None, *, of_prompt: bool) -> Asked:
+def scored(asked: PromptRequest, candidates: int | None, *, of_prompt: bool) -> PromptRequest:
     """The same with log-probabilities, and with those of its prompt."""
     if candidates is None:
         return asked
@@ -189,7 +189,7 @@ def scored(asked: Asked, candidates: int | None, *, of_prompt: bool) -> Asked:
     return replace(asked, given=given, raw_logprobs=True, prompt_logprobs=of_prompt)
 
 
-def of_completion(body: CompletionRequest, max_n: int, max_prompts: int, candidates: int | None) -> list[Asked]:
+def of_completion(body: CompletionRequest, max_n: int, max_prompts: int, candidates: int | None) -> list[PromptRequest]:
     """What a completion asks for: one for each prompt. Raises ValidationError. candidates: as in `of_chat`."""
     num_answers = _num_answers(body, max_n)
     most = most_of(body)
@@ -247,14 +247,14 @@ def _asked(
     max_n: int,
     *,
     has_special_tokens: bool = False,
-) -> Asked:
+) -> PromptRequest:
     body.refuse_what_is_not_served()
     if body.stream_options is not None and not body.stream:
         raise ValidationError("`stream_options` needs `stream` to be true: set it, or leave them out")
     count = 1 if body.n is None else body.n
     if not 0 < count <= max_n:
         raise ValidationError(f"`n` must be > 0 and <= {max_n}. Given: {count}")
-    asked = Asked(prompt, _parameters(body, most), has_special_tokens, shows_stop=False, num_answers=count)
+    asked = PromptRequest(prompt, _parameters(body, most), has_special_tokens, shows_stop=False, num_answers=count)
     return replace(asked, priority=body.priority or 0, cache_salt=body.cache_salt or "")
 
 

@@ -25,7 +25,7 @@ from router.errors import ValidationError
 from router.http.event_stream import Frames
 from router.requests.continuing import created_of
 from router.requests.generation import OpenRequest
-from router.requests.prompt import Asked, Rendering
+from router.requests.prompt import PromptRequest, Rendering
 from router.requests.samples import Answer, likeliest
 from router.requests.schemas import MOST_VALUES
 
@@ -129,7 +129,7 @@ def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = 
     )
 
 
-def _with_special_tokens(body: Generation, wanted: list[Asked], services: Services) -> list[Asked]:
+def _with_special_tokens(body: Generation, wanted: list[PromptRequest], services: Services) -> list[PromptRequest]:
     """The same with special tokens in the text, but for those that end it, where the client wants that."""
     if body.skip_special_tokens is not False:
         return wanted
@@ -147,18 +147,18 @@ def _head(request: Request, body: Generation, services: Services, prefix: str) -
     return answers.Head(f"{prefix}-{request.state.request_id}", model, created_of(request))
 
 
-def _echoed(body: CompletionRequest, wanted: Sequence[Asked], services: Services) -> list[str]:
+def _echoed(body: CompletionRequest, wanted: Sequence[PromptRequest], services: Services) -> list[str]:
     """What `echo` puts before each answer: its prompt. Once the prompts are known to be valid."""
     return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(body.n or 1)]
 
 
-def _scored_prompts(body: CompletionRequest, wanted: Sequence[Asked]) -> list[str | Sequence[int]]:
+def _scored_prompts(body: CompletionRequest, wanted: Sequence[PromptRequest]) -> list[str | Sequence[int]]:
     """The prompt of each answer, where its log-probabilities are echoed with it."""
     prompts = [one.prompt for one in wanted if not callable(one.prompt)]
     return [prompt for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
 
 
-def _prompt(one: Asked, services: Services) -> str:
+def _prompt(one: PromptRequest, services: Services) -> str:
     assert not callable(one.prompt)
     return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
 
@@ -166,7 +166,7 @@ def _prompt(one: Asked, services: Services) -> str:
 async def _read_chat(
     request: Request,
     body: ChatRequest,
-    wanted: list[Asked],
+    wanted: list[PromptRequest],
     services: Services,
     head: answers.Head,
     reading: Reading,
@@ -174,9 +174,9 @@ async def _read_chat(
 ) -> Response:
     """A chat whose answers may have reasoning or calls of tools."""
     begun = requests.begun(body)
-    wanted = [reading.asked(one, begun) for one in wanted]
+    wanted = [reading.applied_to(one, begun) for one in wanted]
     name: answers.ReasoningName | None = None
-    if reading.manner.reasoning is not None and body.include_reasoning is not False:
+    if reading.rules.reasoning is not None and body.include_reasoning is not False:
         name = "reasoning" if services.config.reasoning_field == "reasoning" else "reasoning_content"
 
     def readers(opened: OpenRequest) -> list[CountingReader]:
@@ -200,7 +200,7 @@ async def _read_chat(
 async def _stream_chat(
     request: Request,
     body: ChatRequest,
-    wanted: list[Asked],
+    wanted: list[PromptRequest],
     services: Services,
     frames_of: Callable[[OpenRequest], Frames],
 ) -> Response:

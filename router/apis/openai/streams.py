@@ -404,7 +404,7 @@ class TgiClientFrames:
 
 
 def is_of_tgi_client(body: ChatRequest) -> bool:
-    """Nobody else writes out every field of a request that is not set, for a model that is called tgi."""
+    """No other client writes out every field of a request that is not set, for a model that is called tgi."""
     return body.model == "tgi" and body.model_fields_set >= WRITTEN_OUT
 
 

@@ -16,7 +16,7 @@ Health = Callable[[], Awaitable[Response]]
 
 
 def add_playground_routes(app: FastAPI, services: Services, health: Health) -> None:
-    """Serve the page to whoever asks `/` for HTML, and `health` to everyone else, as TGI does."""
+    """Serve the page at `/` to clients that ask for HTML, and `health` to all others, as TGI does."""
     page = LoadedFile(PAGE)
 
     async def root(request: Request) -> Response:

@@ -61,13 +61,13 @@ class SequenceBody(Details):
     generated_text: str
 
 
-class Others(TypedDict, total=False):
+class OtherSamples(TypedDict, total=False):
     """The samples that are not the best, where there is more than one."""
 
     best_of_sequences: list[SequenceBody]
 
 
-class DetailsBody(Details, Others):
+class DetailsBody(Details, OtherSamples):
     """What `details` asks for."""
 
 
@@ -106,11 +106,11 @@ def response_body(request: GenerateRequest, answers: list[Answer]) -> GenerateRe
     best, *others = likeliest_first(answers)
     body: GenerateResponse = {"generated_text": visible_text(request, best.finished.generated_text)}
     if given.details or given.decoder_input_details:
-        body["details"] = {**_details(best, given), **_others(request, others)}
+        body["details"] = {**_details(best, given), **_other_samples(request, others)}
     return body
 
 
-def _others(request: GenerateRequest, answers: Sequence[Answer]) -> Others:
+def _other_samples(request: GenerateRequest, answers: Sequence[Answer]) -> OtherSamples:
     told: list[SequenceBody] = [
         {"generated_text": visible_text(request, answer.finished.generated_text), **_details(answer, request.given)}
         for answer in answers

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.requests.prompt import Asked
+from router.requests.prompt import PromptRequest
 from router.requests.schemas import GenerateParameters, Strict, Unserved
 
 
@@ -34,6 +34,6 @@ class DetokenizeRequest(Strict):
     skip_special_tokens: bool | None = Field(default=None, description="Leave special tokens out. Absent: true.")
 
 
-def asked_of(request: GenerateRequest) -> Asked:
+def prompt_request_of(request: GenerateRequest) -> PromptRequest:
     """What a body asks for."""
-    return Asked(request.inputs, request.given)
+    return PromptRequest(request.inputs, request.given)

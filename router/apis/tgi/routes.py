@@ -11,7 +11,7 @@ from starlette.responses import Response
 from router.apis.document import documented
 from router.apis.serving import Handler, Services, collect, json_response, read, stream
 from router.apis.tgi.answers import GenerateResponse, response_body, response_headers
-from router.apis.tgi.requests import GenerateRequest, asked_of
+from router.apis.tgi.requests import GenerateRequest, prompt_request_of
 from router.apis.tgi.streams import EventFrames, StreamResponse, stream_headers
 from router.requests.samples import likeliest_first
 
@@ -54,7 +54,7 @@ async def _generate(
     request: Request, body: GenerateRequest, services: Services
 ) -> tuple[GenerateResponse, dict[str, str]]:
     """Body and headers of a plain answer."""
-    opened, answers = await collect(request, [asked_of(body)], services)
+    opened, answers = await collect(request, [prompt_request_of(body)], services)
     best = likeliest_first(answers)[0].finished
     headers = response_headers(len(body.inputs), opened, [best], services.compute_type)
     return response_body(body, answers), headers
@@ -62,4 +62,4 @@ async def _generate(
 
 async def _stream(request: Request, body: GenerateRequest, services: Services) -> Response:
     headers = stream_headers(body, services.compute_type)
-    return await stream(request, [asked_of(body)], services, partial(EventFrames, body), headers)
+    return await stream(request, [prompt_request_of(body)], services, partial(EventFrames, body), headers)

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from router.apis.document import documented
 from router.apis.openai.requests import ChatRequest
 from router.apis.openai.routes import rendering_of
-from router.apis.serving import Services, asked_by, json_response, parsed, read, read_bytes
+from router.apis.serving import Services, caller_of, json_response, parsed, read, read_bytes
 from router.apis.tgi.answers import (
     ChatTokenizedBody,
     DetokenizedBody,
@@ -27,11 +27,11 @@ from router.apis.tgi.answers import (
     chat_tokenized_body,
     tokenized_body,
 )
-from router.apis.tgi.requests import DetokenizeRequest, GenerateRequest, asked_of
+from router.apis.tgi.requests import DetokenizeRequest, GenerateRequest, prompt_request_of
 from router.http.guard import ClientConnection
 from router.http.whole_answers import PlainAnswer
 from router.requests import schemas
-from router.requests.prompt import Asked
+from router.requests.prompt import PromptRequest
 from router.requests.schemas import GenerateParameters, Lenient, Strict
 
 Tokens = Sequence[tuple[int, tuple[int, int]]]
@@ -138,27 +138,29 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
         if keys.inputs is None and keys.messages is not None:
             chat = parsed(request, ChatRequest, raw)
             has_texts = (chat.model_extra or {}).get("return_token_strs") is True
-            return await answered(request, asked_of_chat(chat), partial(counted, has_texts=has_texts))
+            return await answered(request, prompt_request_of_chat(chat), partial(counted, has_texts=has_texts))
         if keys.inputs is None and keys.prompt is not None:
             its = parsed(request, PromptToTokenize, raw)
-            asked = Asked(its.prompt, GenerateParameters(), has_special_tokens=its.add_special_tokens is False)
+            asked = PromptRequest(its.prompt, GenerateParameters(), has_special_tokens=its.add_special_tokens is False)
             return await answered(request, asked, partial(counted, has_texts=its.return_token_strs is True))
         if keys.inputs is None and keys.content is not None:
             one = parsed(request, ContentToTokenize, raw)
-            asked = Asked(one.content, GenerateParameters(), has_special_tokens=one.add_special is not True)
+            asked = PromptRequest(one.content, GenerateParameters(), has_special_tokens=one.add_special is not True)
             return await answered(request, asked, partial(pieces, has_texts=one.with_pieces is True))
-        return await answered(request, asked_of(parsed(request, GenerateRequest, raw)), tokenized_body)
+        return await answered(request, prompt_request_of(parsed(request, GenerateRequest, raw)), tokenized_body)
 
     async def chat_tokenize(request: Request) -> Response:
-        return await answered(request, asked_of_chat(await read(request, services, ChatRequest)), chat_tokenized_body)
+        return await answered(
+            request, prompt_request_of_chat(await read(request, services, ChatRequest)), chat_tokenized_body
+        )
 
-    def asked_of_chat(body: ChatRequest) -> Asked:
+    def prompt_request_of_chat(body: ChatRequest) -> PromptRequest:
         body.refuse_what_is_not_served()
-        return Asked(rendering_of(body, services), GenerateParameters(), has_special_tokens=True)
+        return PromptRequest(rendering_of(body, services), GenerateParameters(), has_special_tokens=True)
 
-    async def answered(request: Request, asked: Asked, shape: Callable[[str, Tokens], bytes]) -> Response:
+    async def answered(request: Request, asked: PromptRequest, shape: Callable[[str, Tokens], bytes]) -> Response:
         with ClientConnection.of(request.scope).needed():
-            return PlainAnswer(await services.generator.tokenise(asked, shape, **asked_by(request, services)))
+            return PlainAnswer(await services.generator.tokenise(asked, shape, caller_of(request, services)))
 
     async def detokenize(request: Request) -> Response:
         raw, most = await read_bytes(request, services), schemas.MOST_VALUES + services.limits.max_total_tokens
@@ -170,7 +172,7 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
             body = parsed(request, TokensToText, raw, most)
             ids, skips = body.tokens, body.skip_special_tokens
         with ClientConnection.of(request.scope).needed():
-            text = await services.generator.detokenise(ids, skips is not False, **asked_by(request, services))
+            text = await services.generator.detokenise(ids, skips is not False, caller_of(request, services))
         told: DetokenizedBody = {"text": text}
         return json_response(told if is_tgi_s else named_text(text))
 

@@ -18,8 +18,8 @@ from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
-from router.requests.grammars import held_by, renaming_errors
-from router.requests.prompt import Asked
+from router.requests.grammars import answer_grammar_of, renaming_errors
+from router.requests.prompt import PromptRequest
 from router.requests.schemas import GenerateParameters, GrammarParameters
 from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer
@@ -49,7 +49,7 @@ def formats(name: str, reasoning: str = "none", *more: str) -> AnswerFormats:
 def held(its: AnswerFormats, offered: Offer, prompt_end: str = "") -> str | None:
     reading = its.reading(offered)
     assert reading is not None
-    return reading.held(prompt_end)
+    return reading.call_grammar(prompt_end)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_a_client_s_grammar_holds_what_is_behind_reasoning(
     assert reading is not None
     kind = "json" if wanted.kind is GrammarKind.JSON_SCHEMA else str(wanted.kind)
     given = GenerateParameters(grammar=GrammarParameters.model_validate({"type": kind, "value": wanted.text}))
-    asked = reading.asked(Asked("", given))
-    assert asked.held is not None and asked.held("<|im_start|>assistant\n") is None
-    grammar = asked.held(f"assistant\n{marks.begin}\n") or ""
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None and asked.answer_grammar("<|im_start|>assistant\n") is None
+    grammar = asked.answer_grammar(f"assistant\n{marks.begin}\n") or ""
     assert accepts(marked(), grammar, f"Well, so\n{marks.end}\n\n{good}")
     for text in (good, f"Well{marks.end}{bad}", f"Well{marks.end}"):
         assert not accepts(marked(), grammar, text)
@@ -187,9 +187,9 @@ def test_beside_tools_an_answer_is_calls_or_keeps_to_its_format(
     given = GenerateParameters(
         grammar=GrammarParameters(type="json", value={"properties": {"kind": {"const": "x"}}, "required": ["kind"]})
     )
-    asked = reading.asked(Asked("", given))
-    assert asked.held is not None
-    grammar = asked.held("<|im_start|>assistant\n") or ""
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
+    grammar = asked.answer_grammar("<|im_start|>assistant\n") or ""
     for text in (call, '{"kind": "x"}'):
         assert accepts(tokenizer, grammar, text), text
         reader = reading.reader("")
@@ -217,9 +217,9 @@ def test_beside_a_format_a_function_that_is_not_strict_may_have_any_schema(tools
     reading = its.reading(offer((Tool("odd", parameters=ODD),), ToolChoice()))
     assert reading is not None
     given = GenerateParameters(grammar=GrammarParameters(type="json", value={"required": ["kind"]}))
-    asked = reading.asked(Asked("", given))
-    assert asked.held is not None
-    assert accepts(marked(), asked.held("") or "", '{"kind": 1}')
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
+    assert accepts(marked(), asked.answer_grammar("") or "", '{"kind": 1}')
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,11 @@ def test_beside_a_format_a_function_that_is_not_strict_may_have_any_schema(tools
 def test_a_client_s_rules_keep_their_meaning_beside_ours(lark: str, good: str, bad: str) -> None:
     reading = formats("hermes").reading(offer((WEATHER,), ToolChoice()))
     assert reading is not None
-    asked = reading.asked(Asked("", GenerateParameters(grammar=GrammarParameters(type="lark", value=lark))))
-    assert asked.held is not None
-    grammar = asked.held("") or ""
+    asked = reading.applied_to(
+        PromptRequest("", GenerateParameters(grammar=GrammarParameters(type="lark", value=lark)))
+    )
+    assert asked.answer_grammar is not None
+    grammar = asked.answer_grammar("") or ""
     assert accepts(marked(), grammar, good) and not accepts(marked(), grammar, bad)
     assert not accepts(marked(), grammar, f"{bad[:1]}<tool_call>\n{CALL}\n</tool_call>")
 
@@ -245,10 +247,10 @@ def test_a_rule_whose_name_is_taken_is_refused_by_it() -> None:
     reading = formats("hermes").reading(offer((WEATHER,), ToolChoice()))
     assert reading is not None
     given = GenerateParameters(grammar=GrammarParameters(type="lark", value='start: answer\nanswer: "a"'))
-    asked = reading.asked(Asked("", given))
-    assert asked.held is not None
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
     with pytest.raises(ValidationError, match="has no rule of the name answer: rename it"):
-        asked.held("")
+        asked.answer_grammar("")
 
 
 SPOT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
@@ -267,9 +269,11 @@ def test_beside_a_format_arguments_refer_to_their_own_definitions(tools: str) ->
     assert reading is not None
     style = {"x-guidance": {"whitespace_flexible": True}}
     wanted = {"properties": {"k": {"const": 1}}, "required": ["k"], **style}
-    asked = reading.asked(Asked("", GenerateParameters(grammar=GrammarParameters(type="json", value=wanted))))
-    assert asked.held is not None
-    grammar, call = asked.held("") or "", WRITTEN_CALLS[tools]
+    asked = reading.applied_to(
+        PromptRequest("", GenerateParameters(grammar=GrammarParameters(type="json", value=wanted)))
+    )
+    assert asked.answer_grammar is not None
+    grammar, call = asked.answer_grammar("") or "", WRITTEN_CALLS[tools]
     assert accepts(marked(), grammar, call.format(1)) and not accepts(marked(), grammar, call.format('"a"'))
     for text in ('{"k":1}', '{ "k" : 1 }'):  # as the schema itself asks for
         assert accepts(marked(), grammar, text)
@@ -280,9 +284,9 @@ def test_a_required_call_comes_instead_of_the_format_and_none_leaves_the_format(
     its = formats("hermes", "none")
     reading = its.reading(required())
     assert reading is not None
-    asked = reading.asked(Asked("", given))
-    assert asked.held is not None and "weather" in (asked.held("") or "")
-    assert "a+" not in (asked.held("") or "")
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None and "weather" in (asked.answer_grammar("") or "")
+    assert "a+" not in (asked.answer_grammar("") or "")
     assert its.reading(offer((WEATHER,), ToolChoice("none"))) is None  # which leaves the grammar as it is
 
 
@@ -291,19 +295,19 @@ def test_a_request_is_asked_for_with_what_its_reader_needs() -> None:
     for offered, is_held in ((required(), True), (offer((WEATHER,), ToolChoice()), False), (Offer(), False)):
         reading = its.reading(offered)
         assert reading is not None
-        asked = reading.asked(Asked("", GenerateParameters()))
-        assert (its.mark_ids, is_held) == (asked.shown_marks, asked.held is not None)
+        asked = reading.applied_to(PromptRequest("", GenerateParameters()))
+        assert (its.mark_ids, is_held) == (asked.shown_marks, asked.answer_grammar is not None)
         assert its.mark_ids
     reading = its.reading(required())
     assert reading is not None
     with pytest.raises(ValidationError, match="`ignore_eos` is not served"):
-        reading.asked(Asked("", GenerateParameters(ignore_eos=True)))
+        reading.applied_to(PromptRequest("", GenerateParameters(ignore_eos=True)))
 
 
 def test_errors_speak_of_tools() -> None:
     with pytest.raises(ValidationError, match="make a grammar of 70000 bytes, and 65536 are allowed"):
-        held_by("x" * 70_000)
-    assert None is held_by(None)
+        answer_grammar_of("x" * 70_000)
+    assert None is answer_grammar_of(None)
     with pytest.raises(
         ValidationError, match=r"^Input validation error: an answer cannot be held to `tools`: leave `tool_choice`"
     ):

@@ -10,7 +10,7 @@ import pytest
 
 from router.chat.formats import REASONING, TOOLS
 from router.chat.pieces import Call, CallArguments, CallBegun, Content, Piece, Text, whole
-from router.chat.reader import Manner, Reader
+from router.chat.reader import Reader, ReadingRules
 
 NAMES = ("f", "get_weather")
 PLACE = '{"place": "Zürich </tool_call> [TOOL_CALLS] }\\" {", "n": [1, {"a": null}]}'
@@ -21,8 +21,8 @@ def reader(
     tools: str | None = None, reasoning: str | None = None, *, inside: bool = False, one: bool = False
 ) -> Reader:
     ids = map("id{}".format, itertools.count())
-    manner = Manner(TOOLS[tools] if tools else None, NAMES, not one, REASONING[reasoning] if reasoning else None)
-    return Reader(manner, inside, ids.__next__)
+    rules = ReadingRules(TOOLS[tools] if tools else None, NAMES, not one, REASONING[reasoning] if reasoning else None)
+    return Reader(rules, inside, ids.__next__)
 
 
 def pieces(it: Reader, *parts: str) -> list[Piece]:

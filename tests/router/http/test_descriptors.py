@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 import uvloop
 
-from router.__main__ import SPARE_FILES, doors, max_connections
+from router.__main__ import SPARE_FILES, listener_descriptors, max_connections
 from router.config import RouterConfig
 from router.shards.client import ShardError, ShardHealth
 from tests.router.http.raw_clients import PATIENCE_S, POST, PROBE, SCRIPT, Client, assert_refused, run, stream, unread
@@ -125,7 +125,7 @@ def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> None:
 
         listener = socket.create_server(("127.0.0.1", 0), backlog=100)
         clients = [socket.create_connection(listener.getsockname()) for _ in range(64)]
-        servers = [await loop.create_server(Counting, sock=door) for door in doors(listener)]
+        servers = [await loop.create_server(Counting, sock=door) for door in listener_descriptors(listener)]
         num_turns = 0
         while accepted < len(clients):
             await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from router.__main__ import HttpServer, doors
+from router.__main__ import HttpServer, listener_descriptors
 from router.http.transport import Connections
 from tests.router.http.raw_clients import BODY, PATIENCE_S, POST, PROBE
 from tests.router.site import Site, unserved
@@ -37,7 +37,7 @@ class Door:
 def run(story: Callable[[Door], Awaitable[None]]) -> None:
     async def whole() -> None:
         async with asyncio.timeout(PATIENCE_S), unserved() as it:
-            listeners = doors(socket.create_server(("127.0.0.1", 0)))
+            listeners = listener_descriptors(socket.create_server(("127.0.0.1", 0)))
             server = HttpServer(it.app, Connections(it.settings, 1000), lambda: None)
             server.config.load()
             server.lifespan = server.config.lifespan_class(server.config)

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from router.apis.tgi.requests import GenerateRequest, asked_of
+from router.apis.tgi.requests import GenerateRequest, prompt_request_of
 from router.requests.validation import Validator
 from router.sandbox.workers import Workers
 from tests.router.apis.test_overload import AS_ALICE, AS_BOB, keyed, metric
@@ -206,9 +206,9 @@ def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None:
             alive.add(text)
             request = GenerateRequest.model_construct(inputs=text, parameters=None)
             work = asyncio.ensure_future(
-                validator.validate(asked_of(request))
+                validator.validate(prompt_request_of(request))
                 if number % 2
-                else validator.tokenise(asked_of(request), num_tokens)
+                else validator.tokenise(prompt_request_of(request), num_tokens)
             )
             del text, request
             await until(lambda: number > 1 or len(held.begun) == number + 1)
@@ -221,7 +221,9 @@ def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None:
                 await come_and_go(number)
             gc.collect()
             assert 2 == len(alive) == len(held.begun)
-            following = asyncio.create_task(validator.tokenise(asked_of(GenerateRequest(inputs="next")), num_tokens))
+            following = asyncio.create_task(
+                validator.tokenise(prompt_request_of(GenerateRequest(inputs="next")), num_tokens)
+            )
             await until(lambda: workers._turns.num_waiting)  # what was cancelled still has its place
             assert 2 == len(held.begun)
             held.release(3)

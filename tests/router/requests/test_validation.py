@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from pydantic import ValidationError as SchemaError
 
-from router.apis.tgi.requests import GenerateRequest, asked_of
+from router.apis.tgi.requests import GenerateRequest, prompt_request_of
 from router.errors import MalformedBody, ValidationError
 from router.requests.schemas import GenerateParameters, parse
 from router.requests.validation import Validator, banned, check, check_streamable
@@ -39,7 +39,7 @@ def validate(raw: bytes, **limits: Any) -> list[ValidRequest]:
         overrides = {"max_input_length": 10, "max_total_tokens": 20, "max_best_of": 2, **limits}
         with closing(Workers(1)) as workers:
             validator = Validator(byte_tokenizer(), make_limits(**overrides), workers)
-            return await validator.validate(asked_of(parse(GenerateRequest, raw)))
+            return await validator.validate(prompt_request_of(parse(GenerateRequest, raw)))
 
     return asyncio.run(run())
 
@@ -215,8 +215,11 @@ def test_zero_best_of_means_one_unless_streaming() -> None:
 def test_prompt_logprobs_are_refused_where_the_server_does_not_give_them() -> None:
     limits = make_limits(prefill_logprobs=False)
     with pytest.raises(ValidationError, match="`decoder_input_details` is switched off on this server: leave it out"):
-        check(asked_of(GenerateRequest(inputs="a", parameters=GenerateParameters(decoder_input_details=True))), limits)
-    check(asked_of(GenerateRequest(inputs="a", parameters=GenerateParameters(details=True))), limits)
+        check(
+            prompt_request_of(GenerateRequest(inputs="a", parameters=GenerateParameters(decoder_input_details=True))),
+            limits,
+        )
+    check(prompt_request_of(GenerateRequest(inputs="a", parameters=GenerateParameters(details=True))), limits)
 
 
 def test_biases_are_of_tokens_and_words_of_one_token_are_never_generated() -> None:
@@ -393,7 +396,7 @@ def test_a_list_of_wrong_values_ends_at_the_first() -> None:
 def test_nul_and_odd_unicode_are_text_like_any_other() -> None:
     text = "a\0b \u202e \U0001f468‍\U0001f469"
     request = parse(GenerateRequest, body(text))
-    check(asked_of(request), LIMITS)
+    check(prompt_request_of(request), LIMITS)
     assert text == request.inputs
 
 
@@ -423,11 +426,11 @@ def test_loop_goes_on_turning_while_a_long_prompt_is_tokenised(parameters: dict[
     async def story(validator: Validator) -> int:
         if parameters is None:
             work = asyncio.ensure_future(
-                validator.tokenise(asked_of(GenerateRequest(inputs=LONG)), lambda text, tokens: b"")
+                validator.tokenise(prompt_request_of(GenerateRequest(inputs=LONG)), lambda text, tokens: b"")
             )
         else:
             request = GenerateRequest(inputs=LONG, parameters=GenerateParameters(max_new_tokens=1, **parameters))
-            work = asyncio.ensure_future(validator.validate(asked_of(request)))  # type: ignore[arg-type]
+            work = asyncio.ensure_future(validator.validate(prompt_request_of(request)))  # type: ignore[arg-type]
         turns = 0
         while not work.done():
             await asyncio.sleep(0)
@@ -450,8 +453,8 @@ def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None
         text = "a" * (most * 10 + 1)
         sentences = []
         for work in (
-            validator.validate(asked_of(GenerateRequest(inputs=text))),
-            validator.tokenise(asked_of(GenerateRequest(inputs=text)), shaped),
+            validator.validate(prompt_request_of(GenerateRequest(inputs=text))),
+            validator.tokenise(prompt_request_of(GenerateRequest(inputs=text)), shaped),
         ):
             with pytest.raises(ValidationError) as caught:
                 await work
@@ -481,9 +484,9 @@ def shaped(text: str, tokens: list[Any]) -> list[Any]:
 
 def test_tokenize_has_the_limit_of_a_prompt() -> None:
     async def story(validator: Validator) -> Any:
-        assert len(await validator.tokenise(asked_of(GenerateRequest(inputs="x" * 10)), shaped)) == 10
+        assert len(await validator.tokenise(prompt_request_of(GenerateRequest(inputs="x" * 10)), shaped)) == 10
         with pytest.raises(ValidationError, match=r"must have less than 11 tokens\. Given: 11.* send a shorter text"):
-            await validator.tokenise(asked_of(GenerateRequest(inputs="x" * 11)), shaped)
+            await validator.tokenise(prompt_request_of(GenerateRequest(inputs="x" * 11)), shaped)
 
     run_validator(story, byte_tokenizer(), max_input_length=10)
 
@@ -500,8 +503,8 @@ def test_whatever_a_tokenizer_raises_is_one_clear_refusal(error: BaseException) 
 
     async def story(validator: Validator) -> None:
         for work in (
-            validator.validate(asked_of(GenerateRequest(inputs="a"))),
-            validator.tokenise(asked_of(GenerateRequest(inputs="a")), shaped),
+            validator.validate(prompt_request_of(GenerateRequest(inputs="a"))),
+            validator.tokenise(prompt_request_of(GenerateRequest(inputs="a")), shaped),
         ):
             with pytest.raises(ValidationError, match="`inputs` cannot be tokenised") as caught:
                 await work

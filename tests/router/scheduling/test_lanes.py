@@ -21,7 +21,7 @@ def test_lanes_take_turns_and_none_has_more_than_two_steps_under_way() -> None:
         lanes.taken(lane)
         taken.append(lane.number)
     assert [0, 1, 2] * MOST_UNDER_WAY == taken
-    plan: StepPlan[object] = StepPlan(1, [], {}, [], {}, [], [], {}, [], 0, None, [], [], [], {}, lane=1)
+    plan: StepPlan[object] = StepPlan(1, lane=1)
     lanes.answered(plan)
     assert [1] == [lane.number for lane in lanes.turns()]
     lanes.restart()

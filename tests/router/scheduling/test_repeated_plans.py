@@ -72,7 +72,7 @@ def shown(plan: StepPlan[Scheduled] | None) -> Any:
     for name in ("preempted", "concerned"):
         values[name] = {id: entry.num_scheduled for id, entry in values[name].items()}
     values["filled"] = [tuple(block)[1:] for block in values["filled"]]
-    return values
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 class Driven:

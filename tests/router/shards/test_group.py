@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.__main__ import _hear, _watch
+from router.__main__ import _listen_to_launcher, _watch
 from router.shards.client import KvCache, ShardError
 from router.shards.group import FLOOR_S, PROBE_S, NextGroup, ShardGroup
 from router.shards.wire import step_request
@@ -214,7 +214,7 @@ def test_what_nobody_expected_ends_the_watch(tmp_path: Path) -> None:
         group = ShardGroup([str(tmp_path / "rank-0")], news)
         try:
             async with asyncio.timeout(10):
-                await _watch(group, news, _hear(news, reader), Awake())  # type: ignore[arg-type]
+                await _watch(group, news, _listen_to_launcher(news, reader), Awake())  # type: ignore[arg-type]
         finally:
             os.close(writer)
             await group.close()

@@ -126,7 +126,7 @@ def parameters_of(body: ResponsesRequest) -> GenerateParameters:
 def candidates_of(body: ResponsesRequest, *, is_read: bool, most: int) -> int | None:
     """How many candidates are wanted with each token; None: no log-probabilities. Raises ValidationError.
 
-    is_read: whether the answer is taken apart. Which of its tokens are the text's, nobody could say for sure then.
+    is_read: whether the answer is taken apart. Which of its tokens are the text's is not certain then.
     """
     candidates = candidates_of_response(body.include or (), body.top_logprobs, most)
     if is_read and candidates is not None:

@@ -17,7 +17,7 @@ from router.apis.openai.responses import answers, requests
 from router.apis.openai.responses.requests import InputRequest, ResponsesRequest
 from router.apis.openai.responses.streams import ResponseEvent, ResponseFrames
 from router.apis.openai.routes import STREAM_HEADERS
-from router.apis.serving import Services, asked_by, collect, json_response, read, shaped, stream
+from router.apis.serving import Services, caller_of, collect, json_response, read, shaped, stream
 from router.chat.pieces import CountingReader
 from router.http.guard import ClientConnection
 from router.requests.continuing import created_of
@@ -34,7 +34,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         turn, given = turn_in(body, services), requests.parameters_of(body)
         most = services.config.max_top_n_tokens
         candidates = requests.candidates_of(body, is_read=turn.reading is not None, most=most)
-        wanted = scored(turn.asked(given), candidates, of_prompt=False)
+        wanted = scored(turn.prompt_request(given), candidates, of_prompt=False)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         model = body.model or services.config.model_id
         head = answers.Head(request.state.request_id, model, answers.echo_of(body), created_of(request))
@@ -55,7 +55,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     async def input_tokens(request: Request) -> Response:
         turn = turn_in(await read(request, services, InputRequest), services)
         with ClientConnection.of(request.scope).needed():
-            count = await services.generator.count(turn.render, **asked_by(request, services))
+            count = await services.generator.count(turn.render, caller_of(request, services))
         told: answers.InputTokens = {"object": "response.input_tokens", "input_tokens": count}
         return json_response(told)
 

@@ -12,7 +12,7 @@ import pytest
 
 from router.apis.openai.logprobs import CompletionLogprobs, Scoring, ShownTokens, prompt_tokens
 from router.errors import ValidationError
-from router.requests.prompt import Asked
+from router.requests.prompt import PromptRequest
 from router.requests.samples import Answer, likeliest
 from router.requests.schemas import GenerateParameters
 from router.requests.validation import Validator
@@ -330,7 +330,7 @@ def test_prompts_log_probabilities_can_be_switched_off(template: str) -> None:
 
 
 def test_an_encoder_s_prompt_has_no_log_probabilities() -> None:
-    asked = Asked(PROMPT, GenerateParameters(), num_answers=1, raw_logprobs=True, prompt_logprobs=True)
+    asked = PromptRequest(PROMPT, GenerateParameters(), num_answers=1, raw_logprobs=True, prompt_logprobs=True)
     with closing(Workers(1)) as workers, pytest.raises(ValidationError, match="encoder reads the prompt"):
         validator = Validator(byte_tokenizer(), make_limits(), workers, decoder_start=3)
         asyncio.run(validator.validate(asked))
