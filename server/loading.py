@@ -21,8 +21,8 @@ from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.arch.stages import Stage, stages_of
 from server.backends import Backend, Device
+from server.backends.cpu.limits import plan_threads
 from server.backends.cpu.memory import freed_at_once
-from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
 from server.checkpoint import quantisation

@@ -18,7 +18,7 @@ from server.arch.stages import stages_of
 from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.layers import can_pack
+from server.backends.cpu.layers import onednn_packs
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint import quantisation
@@ -38,7 +38,8 @@ from server.stepping.warmup import warm_up
 CPU = torch.device("cpu")
 # What packs weights in bfloat16 for oneDNN.
 PACKED = pytest.mark.skipif(
-    not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 with what this processor has, or may use, such as AVX2"
+    not onednn_packs(torch.bfloat16),
+    reason="oneDNN has no bfloat16 with what this processor has, or may use, such as AVX2",
 )
 GREEDY = pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from server.backends.cpu.build import compiled_library
 from server.checkpoint import convert
 from server.checkpoint.hub import _converted
 from server.prefix.prefix_file import PrefixFile
@@ -30,7 +31,7 @@ def compile_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library.touch(mode=0o600)
 
     monkeypatch.setattr(import_module("server.backends.cpu.build"), "compile_sources", compiled)
-    compiled(folder / "kernels")
+    compiled_library(folder / "kernels")
 
 
 def convert_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from server.backends.cpu.codes import CodeFormat, arranged, takes
 from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.memory import Arena
-from server.backends.reference.activation import ACTIVATIONS
 from server.backends.reference.experts import LoopedExperts
+from server.backends.reference.linear import ACTIVATIONS
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant import sizes
 from server.quant.packing import WORD_BITS, PackedCodes, pack
@@ -53,7 +53,7 @@ def grouped(
 
 
 def a_spec() -> ArchSpec:
-    config = Path(__file__).parents[3] / "benchmark/shapes/mistral-7b.json"
+    config = Path(__file__).parents[3] / "benchmark/cost/shapes/mistral-7b.json"
     return families.find(json.loads(config.read_text()))[1]
 
 
