@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 # More sequences at once than any router admits; the device's tables have a row for each.
 # What a shard that is warm can serve less of, not more. The size of its KV cache is as it is: another router wants the
-# settings', and who replaced lost shards found less memory free.
+# settings', and shards that replaced lost ones found less memory free.
 WARM_FOR = ("max_batch_prefill_tokens", "max_total_tokens", "max_top_n_tokens", "max_sequences")
 MOST_SEQUENCES = 65536
 

@@ -77,7 +77,7 @@ class Device(Protocol):
         """Run `step`: what it needs beside what is allocated now; 0 where memory is not measured."""
 
     def clocks(self, action: Callable[[], object]) -> str:
-        """Run `action`: the device's clocks and power meanwhile, for people; empty where nobody tells."""
+        """Run `action`: the device's clocks and power meanwhile, for people; empty where they are not known."""
 
     def taken_bytes(self, action: Callable[[], object]) -> int:
         """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""

@@ -1,12 +1,11 @@
-"""The next tokens of a step's sequences, from their logits, a few rows at a time.
+"""What a step's logits give: the next tokens of its sequences, and log-probabilities of tokens that were known before.
 
-Between the engine, which has logits, and `Sampler`, which is made for certain choices: most steps choose for the same
-sequences as the step before, so that what a sampler has uploaded once is used again.
+`TokenChooser` stands between the engine, which has logits, and `Sampler`, which is made for certain choices: most steps
+choose for the same sequences as the step before, so that what a sampler has uploaded once is used again.
 
-What a step reports of tokens that were known before it: log-probabilities of a prompt, and of forced tokens.
-
-These come from the logits at each token's predecessor, a few rows at a time, so that a long prompt takes no more memory
-than a batch does. They are the model's own: nothing that tokens are chosen by changes them.
+Known tokens are those of a prompt, and those that a grammar forced. Their log-probabilities come from the logits at
+each token's predecessor, and are the model's own: nothing that tokens are chosen by changes them. All is done a few
+rows at a time, so that a long prompt takes no more memory than a batch does.
 
 Shapes: k tokens of one chunk, n candidates of each.
 """
@@ -33,7 +32,7 @@ LOGIT_ROWS = 128
 MOST_SAMPLERS = 4
 
 
-class Chooser:
+class TokenChooser:
     """Chooses the tokens of one engine."""
 
     def __init__(self, watermark: Watermark, device: Device, vocabulary: Vocabulary):

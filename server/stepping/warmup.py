@@ -63,7 +63,7 @@ class Warmed:
     graph_bytes: int  # of the decode steps that are captured beforehand; 0: not measured
     captured: str  # which decode steps are captured, for people
     products: Sequence[str]  # which way each product is computed that was measured, for people
-    clocks: str  # of the device while one sequence decoded, for people; empty: nobody tells
+    clocks: str  # of the device while one sequence decoded, for people; empty: not known
 
 
 @dataclass(frozen=True)

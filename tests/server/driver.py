@@ -31,7 +31,7 @@ from server.quant.kv import KV_FORMATS
 from server.ranks.distributed import Shard
 from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine
-from server.stepping.ring import Ring, Stages
+from server.stepping.pipeline import StageConnections, StageNeighbours
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 
@@ -75,7 +75,7 @@ def load_engine(
     total_tokens: int | None = None,
     warms_up: bool = True,
     stage: tuple[int, int] = (0, 1),
-    ring: Ring | None = None,
+    ring: StageConnections | None = None,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
@@ -103,7 +103,7 @@ def load_engine(
     )
     part = stages_of(spec, stage[1])[stage[0]]
     model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement, stage=part)
-    neighbours = Stages(part, shard, ring, backend.device, dtype, spec.hidden_size) if stage[1] > 1 else None
+    neighbours = StageNeighbours(part, shard, ring, backend.device, dtype, spec.hidden_size) if stage[1] > 1 else None
     why_not = backend.why_not_captured(spec, stored.name, shard.world_size) if captured else "not wanted"
     if isinstance(placement, Streaming):
         why_not = "weights stream"

@@ -28,20 +28,10 @@ from host.cpu_kinds import KINDS, NATIVE, Kind, cpu_flags
 from host.folders import make_private
 
 SOURCES = Path(__file__).parent
-
-
 PORTABLE = SOURCES / "compiled"
-
-
 LIBRARY = "kernels.so"
-
-
 COMPILERS = ("g++", "c++")
-
-
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
-
-
 COMMAND_SECONDS = 300  # the longest takes 3 on a core of its own
 
 

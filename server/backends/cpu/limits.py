@@ -13,11 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SMALL_MODEL_BYTES = 64 * 2**20
-
-
 MOUNTED = Path("/sys/fs/cgroup")
-
-
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
@@ -59,7 +55,7 @@ def cpu_quota(mounted: Path = MOUNTED, membership: Path = MEMBERSHIP) -> float |
 
 
 def memory_left(mounted: Path = MOUNTED, membership: Path = MEMBERSHIP) -> int | None:
-    """Bytes that may still be used; None: no limit. Cached parts of files that nobody reads of late make room."""
+    """Bytes that may still be used; None: no limit. Cached parts of files that were not read of late make room."""
     left = []
     names = {
         "": ("memory.max", "memory.current", "inactive_file"),

@@ -34,21 +34,11 @@ from server.backends.protocol import Computation
 
 # Another way must take less than this share of the usual one's time.
 CLEARLY_FASTER = 0.95
-
-
 RUNS = 9
-
-
 # How long the GPU is kept busy while the host launches what is timed: more than the launches of all its kernels take.
 HEAD_START_CYCLES = 500_000
-
-
 GOOD_SHARE = 0.7  # of the limit
-
-
 SHARES_FILE = Path(__file__).with_name("shares.json")
-
-
 # Computes something once; its results do not matter.
 Trial = Callable[[], object]
 
@@ -76,7 +66,7 @@ class Chooser:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure what is asked for the first time inside: nobody waits for it."""
+        """Measure what is asked for the first time inside: no request waits for it."""
         before, self._is_measuring = self._is_measuring, True
         try:
             yield
@@ -86,7 +76,7 @@ class Chooser:
     def choose(
         self, key: Hashable, trials: Callable[[], Sequence[Trial]], asked: Callable[[], Alternatives] | None = None
     ) -> int:
-        """Which of the ways takes the least time; 0, the usual one, as long as nobody knows.
+        """Which of the ways takes the least time; 0, the usual one, as long as that is not known.
 
         key: tells apart what takes different times; trials: makes one for each way, the usual one first; asked: the
         same for people.

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from server.ranks.distributed import PeerLost
-from server.stepping import ring
-from server.stepping.ring import HEADER, HELLO, MAGIC, Ring, join
+from server.stepping import pipeline
+from server.stepping.pipeline import HEADER, HELLO, MAGIC, StageConnections, join
 
 PATIENCE = 5.0  # for what comes
 SHORT = 0.2  # for what does not
@@ -35,10 +35,10 @@ def open_ends() -> Iterator[ExitStack]:
         yield stack
 
 
-def one_stage(ends: ExitStack, patience: float = PATIENCE) -> tuple[Ring, socket.socket, socket.socket]:
+def one_stage(ends: ExitStack, patience: float = PATIENCE) -> tuple[StageConnections, socket.socket, socket.socket]:
     """A stage, and its neighbours' ends: that of the stage before, and that of the one behind."""
     (before, incoming), (outgoing, behind) = socket.socketpair(), socket.socketpair()
-    stage = Ring(incoming, outgoing, patience)
+    stage = StageConnections(incoming, outgoing, patience)
     for end in (before, behind):
         ends.enter_context(end)
     ends.callback(stage.close)
@@ -62,7 +62,7 @@ def threads() -> list[str]:
 
 def test_tensors_arrive_in_order_with_their_shapes_and_types(open_ends: ExitStack) -> None:
     ends = [socket.socketpair() for _ in range(2)]
-    first, last = (Ring(ends[n - 1][1], ends[n][0], PATIENCE) for n in range(2))
+    first, last = (StageConnections(ends[n - 1][1], ends[n][0], PATIENCE) for n in range(2))
     open_ends.callback(first.close)
     open_ends.callback(last.close)
     sent = [torch.arange(6, dtype=torch.bfloat16).view(2, 3), torch.arange(8.0).view(2, 4)[:, ::2]]
@@ -146,7 +146,7 @@ def meeting(folder: Path, count: int) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_neighbours_meet_and_leave_no_sockets(folder: Path, count: int) -> None:
-    at_first, paths, rings = descriptors(), meeting(folder, count), dict[int, Ring]()
+    at_first, paths, rings = descriptors(), meeting(folder, count), dict[int, StageConnections]()
     joining = [
         threading.Thread(target=lambda n=n: rings.update({n: join(n, paths, PATIENCE)}))  # type: ignore[misc]
         for n in range(count)
@@ -219,7 +219,7 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(
 
     Nor is one waited for whose end never comes, since its node is without power.
     """
-    monkeypatch.setattr(ring, "HELLO_S", 0.5)
+    monkeypatch.setattr(pipeline, "HELLO_S", 0.5)
     paths, ends = meeting(folder, 2), ExitStack()
     given_up, met = threading.Event(), threading.Event()
 
@@ -251,7 +251,7 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(
 
 
 def test_what_answers_as_no_stage_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "POLL_S", SHORT)
+    monkeypatch.setattr(pipeline, "POLL_S", SHORT)
     paths = meeting(folder, 3)
     with socket.socket(socket.AF_UNIX) as behind:
         behind.bind(paths[2])
@@ -323,7 +323,9 @@ def test_the_thread_that_waits_for_a_device_has_made_it_current(open_ends: ExitS
     (before, incoming), (outgoing, behind) = socket.socketpair(), socket.socketpair()
     for end in (before, behind):
         open_ends.enter_context(end)
-    stage = Ring(incoming, outgoing, PATIENCE, lambda: said.append(("current", threading.current_thread().name)))
+    stage = StageConnections(
+        incoming, outgoing, PATIENCE, lambda: said.append(("current", threading.current_thread().name))
+    )
     open_ends.callback(stage.close)
     stage.send([torch.zeros(1)], Ready())  # type: ignore[arg-type]
     assert eventually(lambda: len(said) == 2)
