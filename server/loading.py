@@ -45,7 +45,7 @@ from server.ranks import distributed
 from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
-from server.stepping.pipeline import Neighbours, NoNeighbours, StageNeighbours, join
+from server.stepping.pipeline import Neighbours, NoNeighbours, StageNeighbours, connect_stages
 from server.stepping.sampling import Watermark
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,9 @@ def _neighbours(
     """Meet the stages before and behind this one. Raises PeerLost."""
     if stage.count == 1:
         return NoNeighbours()
-    connections = join(stage.index, config.stage_sockets, activate=device.activate) if shard.rank == 0 else None
+    connections = (
+        connect_stages(stage.index, config.stage_sockets, activate=device.activate) if shard.rank == 0 else None
+    )
     return StageNeighbours(stage, shard, connections, device, dtype, width)
 
 

@@ -233,7 +233,7 @@ class OffloadedAttention:
         """See `Attention`."""
         return _joined(
             [
-                self.inner.self_attend(heads[tokens], kv, _of(rotation, tokens), placed, window)
+                self.inner.self_attend(heads[tokens], kv, _rotation_of(rotation, tokens), placed, window)
                 for tokens, placed in self.kv.visits(meta)
             ]
         )
@@ -372,7 +372,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-def _of(rotation: Rotation | None, tokens: slice) -> Rotation | None:
+def _rotation_of(rotation: Rotation | None, tokens: slice) -> Rotation | None:
     return rotation and Rotation(rotation.cos[tokens], rotation.sin[tokens], rotation.interleaved)
 
 

@@ -37,7 +37,7 @@ Start = Callable[[pb.StepRequest], "asyncio.Future[pb.StepReply]"]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankPlace:
     """A rank's place among all, those of other pipeline stages too. speaker: the rank whose answers have the tokens."""
 
     rank: int = 0
@@ -159,7 +159,7 @@ class StepStream:
     """Where a rank's steps come from: rank 0's from the router, the others' from rank 0.
 
     `sockets` are those of rank 1, 2 and so on. `start` queues a step behind those before it; the future that it returns
-    never raises. A reply with `failed_rank` is the last: that rank alone failed, or is gone. speaker: see `Ranks`.
+    never raises. A reply with `failed_rank` is the last: that rank alone failed, or is gone. speaker: see `RankPlace`.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from server.arch.footprint import LOGIT_ROWS
 from server.backends.device import Device, Event
 from server.backends.protocol import Backend
 from server.blocks import num_blocks
@@ -29,7 +30,7 @@ from server.stepping.batch import Carried, Forward, StepInput, Tables
 from server.stepping.cache import KvPlacement, KVShape
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.host_slots import HostSlots, Session
-from server.stepping.next_tokens import LOGIT_ROWS, KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
+from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
 from server.stepping.sampling import Chosen, Watermark, choose_captured
 from server.stepping.sequences import SequenceState, SequenceTable, StepError, StepRuns

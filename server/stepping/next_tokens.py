@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from server.arch.footprint import LOGIT_ROWS
 from server.backends.device import Device
 from server.stepping.batch import Forward
 from server.stepping.logit_rules import Allowed
@@ -25,9 +26,6 @@ from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.sequences import SequenceState, TokenRun
 from server.stepping.vocabulary import Vocabulary
 
-# Rows whose logits are looked at together: 128 rows of BLOOM's 250,880 are 128 MB, and sampling takes several times
-# that.
-LOGIT_ROWS = 128
 # Samplers that are kept for the same rows: sequences with a grammar take part in one step and sit out the next.
 MOST_SAMPLERS = 4
 

@@ -259,7 +259,7 @@ class StageConnections:
             self._inbox.put(error)
 
 
-def join(
+def connect_stages(
     index: int, paths: Sequence[str], patience: float = PATIENCE_S, activate: Callable[[], None] | None = None
 ) -> StageConnections:
     """Meet the neighbours of stage `index`. Raises PeerLost for one that never comes.

@@ -16,7 +16,7 @@ import torch
 
 from server.ranks.distributed import PeerLost
 from server.stepping import pipeline
-from server.stepping.pipeline import HEADER, HELLO, MAGIC, StageConnections, join
+from server.stepping.pipeline import HEADER, HELLO, MAGIC, StageConnections, connect_stages
 
 PATIENCE = 5.0  # for what comes
 SHORT = 0.2  # for what does not
@@ -148,7 +148,7 @@ def meeting(folder: Path, count: int) -> list[str]:
 def test_neighbours_meet_and_leave_no_sockets(folder: Path, count: int) -> None:
     at_first, paths, rings = descriptors(), meeting(folder, count), dict[int, StageConnections]()
     joining = [
-        threading.Thread(target=lambda n=n: rings.update({n: join(n, paths, PATIENCE)}))  # type: ignore[misc]
+        threading.Thread(target=lambda n=n: rings.update({n: connect_stages(n, paths, PATIENCE)}))  # type: ignore[misc]
         for n in range(count)
     ]
     for thread in joining:
@@ -168,7 +168,7 @@ def test_neighbours_meet_and_leave_no_sockets(folder: Path, count: int) -> None:
 def test_neighbours_that_never_come_are_named(folder: Path) -> None:
     at_first = descriptors()
     with pytest.raises(PeerLost, match=r"pipeline stage 2 does not answer: .*No such file"):
-        join(1, meeting(folder, 3), SHORT)
+        connect_stages(1, meeting(folder, 3), SHORT)
     assert [] == list(folder.iterdir())
     assert at_first == descriptors()
 
@@ -204,7 +204,7 @@ def test_a_stranger_is_not_let_in(folder: Path, hello: bytes) -> None:
         for thread in others:
             thread.start()
         with pytest.raises(PeerLost, match=r"pipeline stage 0 did not come within 0\.2 s"):
-            join(1, paths, SHORT)
+            connect_stages(1, paths, SHORT)
         for thread in others:
             thread.join()
     assert refused.is_set()
@@ -236,13 +236,13 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(
                 met.wait(PATIENCE)
 
     def come() -> None:
-        ends.callback(join(1, paths, PATIENCE).close)
+        ends.callback(connect_stages(1, paths, PATIENCE).close)
 
     coming, giving_up = threading.Thread(target=come), threading.Thread(target=give_up)
     giving_up.start()
     coming.start()
     assert given_up.wait(PATIENCE)
-    ends.callback(join(0, paths, PATIENCE).close)
+    ends.callback(connect_stages(0, paths, PATIENCE).close)
     coming.join()
     assert not met.is_set()
     met.set()
@@ -269,7 +269,7 @@ def test_what_answers_as_no_stage_is_none(folder: Path, monkeypatch: pytest.Monk
         answering = threading.Thread(target=answer)
         answering.start()
         with pytest.raises(PeerLost, match="stage 2 does not answer: the listener is not a pipeline stage"):
-            join(1, paths, SHORT)
+            connect_stages(1, paths, SHORT)
         answering.join()
 
 
@@ -290,7 +290,7 @@ def test_a_stage_that_gives_up_sends_those_away_that_came(folder: Path) -> None:
     coming = threading.Thread(target=come)
     coming.start()
     with pytest.raises(PeerLost, match="pipeline stage 2 does not answer") as found:
-        join(1, paths, SHORT)
+        connect_stages(1, paths, SHORT)
     coming.join()
     assert [MAGIC, b""] == came
     assert found.tb is not None  # what the error's frames hold has not been collected
