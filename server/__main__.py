@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o077)  # sockets that are this user's alone, wherever they are
     configure_logging(config.log_level)
     log.debug("%s", config)
-    return uvloop.run(run_null(config) if config.is_null else run(config))
+    return uvloop.run(_run_null(config) if config.is_null else run(config))
 
 
-async def run_null(config: ShardConfig) -> int:
+async def _run_null(config: ShardConfig) -> int:
     """Serve the null model until a signal. Returns the exit code."""
     from server.null import serving
 

@@ -229,7 +229,7 @@ class ShardService(pb_grpc.ShardServicer):
         times = self._engine.times
         if times is None:
             return pb.StreamedReply()
-        reply = streamed_reply(times)
+        reply = _streamed_reply(times)
         if request.forget:
             times.forget()
         return reply
@@ -315,7 +315,7 @@ def to_reply(step: int, result: StepResult) -> pb.StepReply:
     return reply
 
 
-def streamed_reply(times: Times) -> pb.StreamedReply:
+def _streamed_reply(times: Times) -> pb.StreamedReply:
     """The wire's form of what streaming has cost."""
     reads, computed = list(times.reads), list(times.computed)
     return pb.StreamedReply(

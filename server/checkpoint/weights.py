@@ -488,7 +488,7 @@ class Weights:
 
     def names_outside_layers(self) -> tuple[str, ...]:
         """Patterns of all tensors that stand before or after the decoder's layers, an encoder's among them."""
-        return outside_layers(self.names, self.prefix)
+        return _outside_layers(self.names, self.prefix)
 
     def refuse_leftovers(self, of_others: tuple[str, ...] = ()) -> None:
         """Raise CheckpointError that names tensors which neither the model nor the ignore list knows.
@@ -513,7 +513,7 @@ def of_layers(names: NameMap, prefix: str, layers: Iterable[int]) -> tuple[str, 
     return tuple(rf"^({re.escape(prefix)})?{re.escape(start)}{layer}\." for start in sorted(starts) for layer in layers)
 
 
-def outside_layers(names: NameMap, prefix: str) -> tuple[str, ...]:
+def _outside_layers(names: NameMap, prefix: str) -> tuple[str, ...]:
     """Of all tensors before and after the decoder's layers, an encoder's among them."""
     outside = [rf"{re.escape(name)}(\.|$)" for name in _all(names.roles) if "{i}" not in name]
     encoder = [re.escape(name.partition("{i}")[0]) for name in _all(names.encoder or {})]

@@ -75,7 +75,7 @@ class ReferenceAttention(StockAttention):
         scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scores.scale
         if self._scores.cap:
             scores = self._scores.cap * torch.tanh(scores / self._scores.cap)
-        if (bias := score_bias(self._scores, distance)) is not None:
+        if (bias := _score_bias(self._scores, distance)) is not None:
             scores = scores + bias
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return torch.einsum("hnl,lhd->nhd", weights, v).to(q.dtype)
@@ -134,7 +134,7 @@ class BatchedAttention(StockAttention):
 
     def _fused(self, queries: Tensor, k: Tensor, v: Tensor, distance: Tensor, hidden: Tensor) -> Tensor:
         """queries [N, n, H], k and v [1, K, L, H] → [N, n, H]."""
-        bias = score_bias(self._scores, distance)
+        bias = _score_bias(self._scores, distance)
         bias = torch.zeros(1, *hidden.shape, device=queries.device) if bias is None else bias
         return F.scaled_dot_product_attention(
             queries.unsqueeze(0),
@@ -168,7 +168,7 @@ class BatchedAttention(StockAttention):
         scores.mul_(self._scores.scale)
         if self._scores.cap:
             scores.div_(self._scores.cap).tanh_().mul_(self._scores.cap)
-        if (bias := score_bias(self._scores, distance)) is not None:
+        if (bias := _score_bias(self._scores, distance)) is not None:
             scores += bias
         return scores.masked_fill_(hidden, float("-inf"))
 
@@ -194,7 +194,7 @@ def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[
     return distance, hidden | (distance <= -window) if window else hidden
 
 
-def score_bias(scores: Scores, distance: Tensor) -> Tensor | None:
+def _score_bias(scores: Scores, distance: Tensor) -> Tensor | None:
     """What is added to the scores at `distance` [n, L] for each local head: [N, n, L], None for nothing."""
     if scores.slopes:
         return torch.tensor(scores.slopes, device=distance.device).view(-1, 1, 1) * distance
