@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.umask(0o077)  # sockets that are this user's alone, wherever they are
     configure_logging(config.log_level)
     log.debug("%s", config)
-    return uvloop.run(run_null(config) if config.is_null else run(config))
+    return uvloop.run(_run_null(config) if config.is_null else run(config))
 
 
-async def run_null(config: ShardConfig) -> int:
+async def _run_null(config: ShardConfig) -> int:
     """Serve the null model until a signal. Returns the exit code."""
     from server.null import serving
 
@@ -54,7 +54,7 @@ async def run(config: ShardConfig) -> int:
     """Load, serve until a signal, stop. Returns the exit code."""
     from server.loading import load, tiers
     from server.ranks.distributed import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
-    from server.ranks.relay import Ranks
+    from server.ranks.relay import RankPlace
     from server.service import ShardService, serve
 
     try:
@@ -66,7 +66,7 @@ async def run(config: ShardConfig) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         log.critical("%s", error)
         return 1
-    ranks = Ranks(config.rank, config.world_size, config.speaker)
+    ranks = RankPlace(config.rank, config.world_size, config.speaker)
     service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets, behind, ranks)
     server = await serve(service, config.socket_path)
     log.info("Serving on %s", config.socket_path)

@@ -1,12 +1,8 @@
-"""Settings of one shard, checked once.
+"""Settings of one shard, checked once, and the rules between them.
 
 As in the router's config, a field with `help` in its metadata is a public setting that the launcher turns into a flag
 and an environment variable; the others are what the launcher tells this rank about its launch. No torch here, so that
-the launcher starts at once.
-
-Rules between the settings of what leaves memory: weights, KV blocks and the prefix cache, on the host or on a disk.
-
-No torch here: the launcher finds what these settings break, alone and together, before it asks for a model.
+the launcher starts at once, and finds what the settings break, alone and together, before it asks for a model.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.arch.stages import Stage, stages_of
 from server.backends import Backend, Device
+from server.backends.cpu.limits import plan_threads
 from server.backends.cpu.memory import freed_at_once
-from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
 from server.checkpoint import quantisation
@@ -45,7 +45,7 @@ from server.ranks import distributed
 from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
-from server.stepping.ring import Neighbours, Nobody, Stages, join
+from server.stepping.pipeline import Neighbours, NoNeighbours, StageNeighbours, connect_stages
 from server.stepping.sampling import Watermark
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Loaded:
     offloaded: str = ""  # where weights are that are not on the device, for people
     moved_bytes: Callable[[], int] = lambda: 0  # of them, from and to a disk, so far
     times: Times | None = None  # what streaming has cost, where weights stream
-    neighbours: Neighbours = field(default_factory=Nobody)  # of a pipeline stage
+    neighbours: Neighbours = field(default_factory=NoNeighbours)  # of a pipeline stage
 
 
 @dataclass
@@ -275,9 +275,11 @@ def _neighbours(
 ) -> Neighbours:
     """Meet the stages before and behind this one. Raises PeerLost."""
     if stage.count == 1:
-        return Nobody()
-    ring = join(stage.index, config.stage_sockets, activate=device.activate) if shard.rank == 0 else None
-    return Stages(stage, shard, ring, device, dtype, width)
+        return NoNeighbours()
+    connections = (
+        connect_stages(stage.index, config.stage_sockets, activate=device.activate) if shard.rank == 0 else None
+    )
+    return StageNeighbours(stage, shard, connections, device, dtype, width)
 
 
 def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:

@@ -27,18 +27,17 @@ from server.pb import generate_pb2_grpc as pb_grpc
 from server.prefix.mover import Move, Tiers
 from server.prefix.prefix_file import KEY_BYTES
 from server.ranks.distributed import PeerLost
-from server.ranks.relay import MAX_MESSAGE_BYTES, Ranks, StepStream
+from server.ranks.relay import MAX_MESSAGE_BYTES, RankPlace, StepStream
 from server.stepping.engine import Engine, Launched, StepResult
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
-# More sequences at once than any router admits; the device's tables have a row for each.
 # What a shard that is warm can serve less of, not more. The size of its KV cache is as it is: another router wants the
-# settings', and who replaced lost shards found less memory free.
+# settings', and shards that replaced lost ones found less memory free.
 WARM_FOR = ("max_batch_prefill_tokens", "max_total_tokens", "max_top_n_tokens", "max_sequences")
-MOST_SEQUENCES = 65536
+MOST_SEQUENCES = 65536  # more than any router admits at once; the device's tables have a row for each
 
 
 class ShardService(pb_grpc.ShardServicer):
@@ -55,9 +54,9 @@ class ShardService(pb_grpc.ShardServicer):
         cuda_memory_fraction: float,
         step_sockets: Sequence[str] = (),
         tiers: Tiers | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankPlace | None = None,
     ):
-        self._ranks = ranks or Ranks(engine.shard.rank, engine.shard.world_size)
+        self._ranks = ranks or RankPlace(engine.shard.rank, engine.shard.world_size)
         self._engine = engine
         self._info = info
         self._fraction = cuda_memory_fraction
@@ -230,7 +229,7 @@ class ShardService(pb_grpc.ShardServicer):
         times = self._engine.times
         if times is None:
             return pb.StreamedReply()
-        reply = streamed_reply(times)
+        reply = _streamed_reply(times)
         if request.forget:
             times.forget()
         return reply
@@ -316,7 +315,7 @@ def to_reply(step: int, result: StepResult) -> pb.StepReply:
     return reply
 
 
-def streamed_reply(times: Times) -> pb.StreamedReply:
+def _streamed_reply(times: Times) -> pb.StreamedReply:
     """The wire's form of what streaming has cost."""
     reads, computed = list(times.reads), list(times.computed)
     return pb.StreamedReply(

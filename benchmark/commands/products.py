@@ -8,7 +8,7 @@ bandwidth and rate are the data sheet's, or measured where none is known. Caches
 median counts.
 
 With --write the shares of torch's operators go into `server/backends/cuda/shares.json`, by which the server takes them
-as the usual way or not (`server/backends/cuda/shares.py`). Not yet run on a GPU.
+as the usual way or not (`server/backends/cuda/choice.py`). Not yet run on a GPU.
 
 Shapes: T rows, F output features, D input features.
 """
@@ -210,11 +210,11 @@ def _time(clock: Clock, trial: Trial) -> float | None:
 
 def write_shares(found: Sequence[Timed], path: Path | None = None) -> None:
     """Keep what torch's operators reach, as the server reads it."""
-    from server.backends.cuda.shares import FILE, Measured, Shares
+    from server.backends.cuda.choice import SHARES_FILE, MeasuredShare, Shares
 
     rows = tuple(
-        Measured(OPERATORS[row.way], row.shape.features, row.shape.inputs, row.rows, round(row.share, 3))
+        MeasuredShare(OPERATORS[row.way], row.shape.features, row.shape.inputs, row.rows, round(row.share, 3))
         for row in found
         if row.way in OPERATORS
     )
-    Shares(rows).write(path or FILE)
+    Shares(rows).write(path or SHARES_FILE)

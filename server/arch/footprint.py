@@ -13,7 +13,9 @@ from server.arch.spec import ArchSpec, Gated, LayerSpec, Mlp, Moe
 # What a step holds at once for each token, as far as that can be said before the profile run: copies of the residual
 # stream, and of what a layer's widest products give.
 STREAM_COPIES, STEP_COPIES = 6, 3
-LOGIT_ROWS, LOGIT_BYTES = 128, 12  # rows that are looked at together; float32, and what sorting them takes
+# Rows whose logits are looked at together: 128 rows of BLOOM's 250,880 are 128 MB, and sampling takes several times
+# that: float32, and what sorting takes.
+LOGIT_ROWS, LOGIT_BYTES = 128, 12
 
 
 def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:

@@ -1,24 +1,16 @@
-"""What a device is to its host: memory, events, and what they exchange. Each backend has one (`protocol.py`).
+"""What a device is to its host. Each backend has a device (`protocol.py`).
 
-Copies of KV blocks in the host's memory, to and from a device's cache.
+A `Device` gives memory, events and copies. Beside it stand the means that all devices share: slots of the host's memory
+for copies of KV blocks, memory of large pages, the exceptions that mean a lost device, and torch's profiler.
 
-A slot holds one block: the keys and values of its tokens in all layers, in the very bytes in which the cache stores
-them, one part behind the other. Where in a layer's cache a block's bytes lie the backend says (`Backend.block_parts`):
-its kernels may keep an order of their own. Here is the copying alone. Which block goes where the router decides, and
-the disk behind the host is `server/prefix/`.
+A slot holds one block: the keys and values of its tokens in all layers, in the bytes in which the cache stores them,
+one part behind the other. The backend says where a block's bytes lie in a layer's cache (`Backend.block_parts`). The
+router decides which block goes where, and the disk behind the host is `server/prefix/`.
+
+Left out: running out of memory, for which torch has an exception of its own, and ranks that went away
+(`server/ranks/distributed.py`).
 
 Shapes: B blocks, E elements of a block in all parts, of which part i has E_i.
-
-Memory of weights: of the host, in pages of 2 MiB; and under tensors that may be given other memory.
-
-What an exception of a device means for the process: a graph less, or a device that is lost.
-
-Left out: running out of memory, which torch names itself, and peers that went away (`server/ranks/distributed.py`).
-
-Where the time of a step goes on one rank: torch's profiler, run on the thread that computes.
-
-On a CPU the times are those of operators on that thread, on a GPU those of its kernels. What the profiler costs itself
-lengthens short operators; shares matter more than sums.
 """
 
 from __future__ import annotations
@@ -35,6 +27,95 @@ from torch import Tensor
 from torch.profiler import profile
 
 from server.ranks.host_sums import HostQueue
+
+
+class Device(Protocol):
+    """What a host and a device exchange, and how much memory there is."""
+
+    torch_device: torch.device
+    name: str  # as people know it
+    kind: str  # for sentences: "this GPU"
+    measures_memory: bool  # whether its memory is ours alone, so that what a step takes can be measured
+
+    def activate(self) -> None:
+        """Make it the device of the calling thread: every thread that computes calls this first."""
+
+    def good_dtypes(self) -> set[torch.dtype]:
+        """The dtypes that the device computes well."""
+
+    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """The values as a tensor of their shape on the device, without waiting for what the device is computing."""
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, complete once an `event` that is made afterwards has been reached."""
+
+    def event(self) -> Event | None:
+        """The end of all work so far; None where a call returns only when its work is done."""
+
+    def empty_kv(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros for a KV cache."""
+
+    def host_copies(self, parts: Sequence[Tensor], slots: int) -> HostCopies:
+        """Room on the host for copies of so many blocks. parts: [B, n] each, which together hold a KV cache."""
+
+    def slot(self, num_bytes: int) -> Tensor:
+        """Memory of the device [N] uint8, of whole pages and aligned to them, for weights that come and go."""
+
+    def link(self) -> Link | None:
+        """What brings weights from the host; None where the host's memory is the device's."""
+
+    def host_queue(self) -> HostQueue | None:
+        """Functions of the host in the order of the device's work; None where a call returns when its work is done."""
+
+    def free_bytes(self, *, fraction: float, world_size: int) -> int:
+        """Memory that this rank may still take. fraction: share of a GPU's memory that we may use."""
+
+    def left_bytes(self, *, fraction: float, world_size: int, kv_bytes: int) -> int:
+        """Memory that this rank has left when its KV cache of `kv_bytes` is full."""
+
+    def peak_bytes(self, step: Callable[[], object]) -> int:
+        """Run `step`: what it needs beside what is allocated now; 0 where memory is not measured."""
+
+    def clocks(self, action: Callable[[], object]) -> str:
+        """Run `action`: the device's clocks and power meanwhile, for people; empty where they are not known."""
+
+    def taken_bytes(self, action: Callable[[], object]) -> int:
+        """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""
+
+    def profiled(self) -> tuple[list[Any], str]:
+        """What torch's profiler records (its activities), and which attribute of an operator's record is its time."""
+
+
+class Event(Protocol):
+    """A moment in a device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from here to another event, both of which the device has reached."""
+
+
+class Link(Protocol):
+    """Copies between the host and a device, beside what that computes."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Memory of the host [N] uint8 that the device reads by itself."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Give back what `pinned` gave, once all copies from and to it have ended."""
+
+    def copy(self, source: Tensor, target: Tensor, after: Any) -> Event:
+        """Begin to copy between pinned memory and the device, either way, once that has reached the event `after`.
+
+        Copies follow each other in the order in which they were begun. Returns the copy's end.
+        """
+
+    def order(self, event: Any) -> None:
+        """Let what is computed from now on wait for an event."""
 
 
 class HostCopies(ABC):
@@ -92,6 +173,14 @@ def alone(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor.detach()
 
 
+class CaptureFailed(RuntimeError):
+    """A computation was not captured; the device is in order and computes it all the same."""
+
+
+class DeviceLost(RuntimeError):
+    """Nothing can be computed on the device any more, until a fresh process opens it."""
+
+
 # What CUDA, HIP and Triton say when the work of a process is lost: from then on every call fails with the same words,
 # until the process ends. CUDA's description of each says so; errors of memory, of capture and of single launches, which
 # leave the device in order, are not among them.
@@ -109,14 +198,6 @@ LOST = (
     "launch timed out and was terminated",
     "context is destroyed",
 )
-
-
-class CaptureFailed(RuntimeError):
-    """A computation was not captured; the device is in order and computes it all the same."""
-
-
-class DeviceLost(RuntimeError):
-    """Nothing can be computed on the device any more, until a fresh process opens it."""
 
 
 def lost_device(error: BaseException) -> DeviceLost | None:
@@ -140,7 +221,11 @@ class OperatorTime:
 
 
 class StepProfiler:
-    """Records operators between `start` and `stop`, both called on the thread that computes."""
+    """Records operators between `start` and `stop`, both called on the thread that computes.
+
+    Of a CPU these are operators on that thread, of a GPU its kernels. The profiler lengthens short operators: shares of
+    the time matter more than sums.
+    """
 
     def __init__(self, device: Device):
         self._activities, self._time_attribute = device.profiled()
@@ -169,92 +254,3 @@ class StepProfiler:
         if recorded is not None:
             recorded.stop()
         return recorded
-
-
-class Event(Protocol):
-    """A moment in a device's work."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has reached it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to another event, both of which the device has reached."""
-
-
-class Link(Protocol):
-    """Copies between the host and a device, beside what that computes."""
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        """Memory of the host [N] uint8 that the device reads by itself."""
-
-    def unpin(self, memory: Tensor) -> None:
-        """Give back what `pinned` gave, once all copies from and to it have ended."""
-
-    def copy(self, source: Tensor, target: Tensor, after: Any) -> Event:
-        """Begin to copy between pinned memory and the device, either way, once that has reached the event `after`.
-
-        Copies follow each other in the order in which they were begun. Returns the copy's end.
-        """
-
-    def order(self, event: Any) -> None:
-        """Let what is computed from now on wait for an event."""
-
-
-class Device(Protocol):
-    """What a host and a device exchange, and how much memory there is."""
-
-    torch_device: torch.device
-    name: str  # as people know it
-    kind: str  # for sentences: "this GPU"
-    measures_memory: bool  # whether its memory is ours alone, so that what a step takes can be measured
-
-    def activate(self) -> None:
-        """Make it the device of the calling thread: every thread that computes calls this first."""
-
-    def good_dtypes(self) -> set[torch.dtype]:
-        """The dtypes that the device computes well."""
-
-    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        """The values as a tensor of their shape on the device, without waiting for what the device is computing."""
-
-    def download(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, complete once an `event` that is made afterwards has been reached."""
-
-    def event(self) -> Event | None:
-        """The end of all work so far; None where a call returns only when its work is done."""
-
-    def empty_kv(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros for a KV cache."""
-
-    def host_copies(self, parts: Sequence[Tensor], slots: int) -> HostCopies:
-        """Room on the host for copies of so many blocks. parts: [B, n] each, which together hold a KV cache."""
-
-    def slot(self, num_bytes: int) -> Tensor:
-        """Memory of the device [N] uint8, of whole pages and aligned to them, for weights that come and go."""
-
-    def link(self) -> Link | None:
-        """What brings weights from the host; None where the host's memory is the device's."""
-
-    def host_queue(self) -> HostQueue | None:
-        """Functions of the host in the order of the device's work; None where a call returns when its work is done."""
-
-    def free_bytes(self, *, fraction: float, world_size: int) -> int:
-        """Memory that this rank may still take. fraction: share of a GPU's memory that we may use."""
-
-    def left_bytes(self, *, fraction: float, world_size: int, kv_bytes: int) -> int:
-        """Memory that this rank has left when its KV cache of `kv_bytes` is full."""
-
-    def peak_bytes(self, step: Callable[[], object]) -> int:
-        """Run `step`: what it needs beside what is allocated now; 0 where memory is not measured."""
-
-    def clocks(self, action: Callable[[], object]) -> str:
-        """Run `action`: the device's clocks and power meanwhile, for people; empty where nobody tells."""
-
-    def taken_bytes(self, action: Callable[[], object]) -> int:
-        """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""
-
-    def profiled(self) -> tuple[list[Any], str]:
-        """What torch's profiler records (its activities), and which attribute of an operator's record is its time."""

@@ -36,11 +36,11 @@ def convert_weights(source: Path, target: Path) -> None:
     files = weight_files(source)
     for number, path in enumerate(files, 1):
         print(f"Converting {path.name} ({number} of {len(files)})", flush=True)
-        tensors, names = distinct_tensors(read_checkpoint(path))
+        tensors, names = _distinct_tensors(_read_checkpoint(path))
         save_file(tensors, target / f"{path.stem}.safetensors", metadata={"format": "pt", **names})
 
 
-def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+def _read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of one *.bin, mapped from disk rather than read."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -67,7 +67,7 @@ def _check_tensor(path: Path, name: object, tensor: object) -> None:
         raise HubError(f"{path}: {name} is not a plain dense tensor; use a safetensors version of the model")
 
 
-def distinct_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _distinct_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors to store, and for each name left out the name of the tensor that it shares.
 
     The first name in the file stays, which is the embedding where a head is tied to it. Views that share memory only
@@ -87,7 +87,7 @@ def distinct_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.
     return stored, shared
 
 
-def convert_tokenizer(source: Path, target: Path) -> None:
+def _convert_tokenizer(source: Path, target: Path) -> None:
     """Write tokenizer.json, made from the older files that `source` has."""
     is_repository_code = (source / "tokenizer.model").exists() and not _is_known_to_transformers(source)
     try:
@@ -129,7 +129,7 @@ def _settings(source: Path, name: str) -> dict[str, Any]:
     return read_json(source / name, "settings of the tokenizer") if (source / name).exists() else {}
 
 
-CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"weights": convert_weights, "tokenizer": convert_tokenizer}
+CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"weights": convert_weights, "tokenizer": _convert_tokenizer}
 
 
 def convert_once(kind: str, source: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 Everything that was downloaded or given is untrusted: names in an index must be plain names of regular files that lie in
 the folder, JSON has a largest size, and every safetensors file must fit its own header. Contents are not hashed: a
-flipped bit passes. Nothing is downloaded (`download.py`) or converted (`convert.py`) here.
+flipped bit passes. Nothing is downloaded (`hub.py`) or converted (`convert.py`) here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def choose_weights(names: Iterable[str]) -> list[str]:
 def indexed_names(index: Path) -> list[str]:
     """The names of the files that an index lists, sorted. Raises HubError.
 
-    Whoever made the model chose these names, so that only plain names of weight files are let through.
+    The names are untrusted, so only plain names of weight files are let through.
     """
     weight_map = read_json(index, "the list of weight files").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -1,15 +1,12 @@
-"""From a model id to checked local folders: download, or a folder that is already there.
+"""From a model id to checked local folders: downloaded, found in huggingface_hub's cache, or a folder that is given.
 
 Runs once, in the launcher, before any process is started; the shards and the router only ever see folders. It imports
-no torch, and `huggingface_hub` only when something may have to be downloaded: a local folder makes no connection. What
-the files of a folder must be is said in `files.py`, how a repository of the hub is fetched in `download.py`; old
-formats are converted in a separate process (`convert.py`).
+no torch, and `huggingface_hub` only when something may have to be downloaded: a local folder makes no connection.
+`huggingface_hub` downloads; this module chooses the files (Python files and pickles other than `*.bin` are never
+fetched), looks at the room on the disk first, tries again what may pass, and says in one sentence why it gave up.
 
-The files of a model on the hub: fetched into huggingface_hub's cache, or found there.
-
-`huggingface_hub` does the work and is imported only when something may have to be downloaded. This module chooses the
-files (Python files and pickles other than `*.bin` are never fetched), looks at the room on the disk first, tries again
-what may pass, and says in one sentence why it gave up.
+What the files of a folder must be is said in `files.py`; old formats are converted in a separate process
+(`convert.py`).
 """
 
 from __future__ import annotations
@@ -42,221 +39,12 @@ from server.checkpoint.files import (
 
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 TEXT_FILES = re.compile(r"[\w.-]+\.(json|model|jinja)|vocab\.txt|merges\.txt")  # configs, tokenizers, indexes
+TOKENIZER_SOURCES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds between the five tries of a transfer
-REMAINS_SECONDS = 3600  # a temporary file not written for so long belongs to nobody
+REMAINS_SECONDS = 3600  # a temporary file not written for so long belongs to no running download
 RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 
-Report = Callable[[str], None]  # shows one line to whoever started the server
-
-
-class HubUnreachable(HubError):
-    """The hub did not answer, or not sensibly. What is in the cache may still suffice."""
-
-
-@dataclass(frozen=True)
-class Repository:
-    """One revision of one model on the hub. pauses: seconds before each further try of a transfer that failed."""
-
-    model_id: str
-    revision: str | None
-    cache_dir: str | None
-    token: str | None
-    offline: bool
-    endpoint: str | None
-    report: Report
-    pauses: Sequence[float]
-
-    def download(self, with_weights: bool) -> Path:
-        """The folder in the cache that holds every file that is needed. Raises HubError.
-
-        Small files are fetched first, because they may show that the model cannot be served. If the hub does not
-        answer, or offline, what the cache holds is taken as it is.
-        """
-        self._check_names()
-        if self.offline:
-            return self._cached("HF_HUB_OFFLINE is set")
-        try:
-            sizes = self._listing()
-        except HubUnreachable as error:
-            return self._cached(str(error))
-        if "config.json" not in sizes:
-            raise HubError(f"{self.model_id} has no config.json: it is not a model that can be served")
-        folder = self._fetch(sorted(name for name in sizes if TEXT_FILES.fullmatch(name)), sizes)
-        if with_weights:
-            self._fetch(self._weight_names(folder, sizes), sizes)
-        return folder
-
-    def _check_names(self) -> None:
-        from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-        try:
-            validate_repo_id(self.model_id)
-        except HFValidationError:
-            raise HubError(
-                f"the model {self.model_id!r} is neither a folder nor a repository name such as bigscience/bloomz-560m"
-            ) from None
-        if self.revision is not None and (not REVISION.fullmatch(self.revision) or ".." in self.revision):
-            raise HubError(
-                f"--revision {self.revision!r} is no branch, tag or commit: use letters, digits, . _ - and /"
-            )
-
-    def _listing(self) -> dict[str, int]:
-        """Size of every file at the top of the repository."""
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=self.endpoint, token=self.token)
-        info = self._try(
-            lambda: api.model_info(self.model_id, revision=self.revision, files_metadata=True, timeout=20),
-            () if self._present(["config.json"]) else self.pauses,  # with files in the cache there is no need to wait
-        )
-        return {file.rfilename: file.size or 0 for file in info.siblings or [] if PLAIN_NAME.fullmatch(file.rfilename)}
-
-    def _weight_names(self, folder: Path, sizes: dict[str, int]) -> list[str]:
-        chosen = choose_weights(sizes)
-        if not chosen:
-            raise HubError(f"{self.model_id} has no weights in a supported format: *.safetensors or *.bin")
-        return indexed_names(folder / chosen[0]) if chosen[0].endswith(".index.json") else chosen
-
-    def _fetch(self, names: list[str], sizes: dict[str, int]) -> Path:
-        """Download what is not in the cache yet and return the snapshot folder.
-
-        A broken connection is resumed where it broke. A launch that is stopped keeps the files that are complete; the
-        others start again, for huggingface_hub gives every process temporary files of its own.
-        """
-        from huggingface_hub import constants, snapshot_download
-
-        cache = Path(self.cache_dir or constants.HF_HUB_CACHE).expanduser()
-        present = self._present(names)
-        missing = sum(sizes.get(name, 0) for name in names if name not in present)
-        if missing:
-            make_private(cache)
-            self._remove_remains(cache)
-            need_space(cache, missing, f"to download {self.model_id}: make room, or move --huggingface-hub-cache")
-            self.report(f"Downloading {readable(missing)} of {self.model_id} into {cache}")
-        patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in names]
-        return Path(
-            self._try(
-                lambda: snapshot_download(
-                    self.model_id,
-                    revision=self.revision,
-                    cache_dir=self.cache_dir,
-                    token=self.token,
-                    endpoint=self.endpoint,
-                    allow_patterns=patterns,
-                    tqdm_class=progress_class(self.report),
-                ),
-                self.pauses,
-            )
-        )
-
-    def _remove_remains(self, cache: Path) -> None:
-        """Remove temporary files of downloads that were killed.
-
-        A download that is running writes to its own temporary file all the time, so that the file is never old.
-        """
-        for path in cache.glob(f"models--{self.model_id.replace('/', '--')}/blobs/*.incomplete"):
-            with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > REMAINS_SECONDS:
-                    path.unlink()
-
-    def _present(self, names: Iterable[str]) -> set[str]:
-        from huggingface_hub import try_to_load_from_cache
-
-        load = {name: try_to_load_from_cache(self.model_id, name, self.cache_dir, self.revision) for name in names}
-        return {name for name, path in load.items() if isinstance(path, str)}
-
-    def _cached(self, reason: str) -> Path:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            folder = snapshot_download(
-                self.model_id,
-                revision=self.revision,
-                cache_dir=self.cache_dir,
-                local_files_only=True,
-                allow_patterns=["config.json"],
-            )
-        except LocalEntryNotFoundError:
-            raise HubError(
-                f"{self.model_id} is no folder here, is not in the cache and cannot be downloaded ({reason}): check "
-                "the path, or connect once"
-            ) from None
-        self.report(f"Using the cached files of {self.model_id} ({reason})")
-        return Path(folder)
-
-    def _try(self, action: Callable[[], Any], pauses: Sequence[float]) -> Any:
-        """Run one transfer, again after each pause if the fault may pass, and say in one sentence why it failed."""
-        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's, whichever hub uses
-
-        for attempt, pause in enumerate((*pauses, None), 1):
-            try:
-                return action()
-            except (HTTPError, OSError) as error:
-                problem = self._explain(error)
-            if pause is None or not isinstance(problem, HubUnreachable):
-                raise problem
-            self.report(f"{problem}; try {attempt + 1} of {len(pauses) + 1} in {pause:g} s")
-            time.sleep(pause)
-        raise AssertionError("the last try returns or raises")
-
-    def _explain(self, error: Exception) -> HubError:
-        """The sentence for a failed transfer."""
-        from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
-
-        name = self.model_id
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(error, OSError) and error.filename is not None:
-            return HubError(f"cannot write {error.filename}: {error.strerror}; make room or check permissions")
-        if isinstance(error, GatedRepoError) or status == 403:
-            return HubError(f"{name} is gated: accept its terms on its hub page and set HF_TOKEN to your token")
-        if isinstance(error, RevisionNotFoundError):
-            return HubError(f"{name} has no revision {self.revision!r}: check --revision")
-        if status == 401:
-            return HubError(
-                f"{name} is no folder here, and on the hub it does not exist or is private: check the name, or set "
-                "HF_TOKEN to a token"
-            )
-        if status == 404:
-            return HubError(f"{name} is neither a folder here nor on the hub: check the name")
-        if status is None:
-            return HubUnreachable(f"the hub cannot be reached ({_innermost(error)}): check the network, or HF_ENDPOINT")
-        kind = HubUnreachable if status in RETRY_STATUS else HubError
-        return kind(f"the hub answered {name} with status {status}: try later")
-
-
-def _innermost(error: BaseException) -> str:
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return str(error) or type(error).__name__
-
-
-def progress_class(report: Report) -> Any:
-    """A class, as huggingface_hub wants it, that shows progress as bars on a terminal, else as a line every 10 s."""
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
-
-    class Progress(tqdm):
-        """Bars go to standard error; where that is no terminal, the bar that counts the files' bytes speaks instead."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self.speaks = options.get("unit") == "B" and options.get("desc") != "Downloading bytes"
-            self.said = time.monotonic()
-            super().__init__(*args, **{"disable": None, **options})  # None: shown on a terminal only
-
-        def update(self, n: float | None = 1) -> Any:
-            if self.disable:  # then tqdm counts nothing
-                self.n += n or 0
-            if self.disable and self.speaks and time.monotonic() - self.said > 10:
-                self.said = time.monotonic()
-                report(f"Downloaded {readable(self.n)} of {readable(self.total or 0)}")
-            return super().update(n)
-
-    return Progress
-
-
-TOKENIZER_SOURCES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
-
+Report = Callable[[str], None]  # shows one line to the user
 Convert = Callable[[str, Path, Path], None]  # ("weights" or "tokenizer", source folder, target folder)
 
 
@@ -360,3 +148,209 @@ def _is_writable(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+class HubUnreachable(HubError):
+    """The hub did not answer, or not sensibly. What is in the cache may still suffice."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """One revision of one model on the hub. pauses: seconds before each further try of a transfer that failed."""
+
+    model_id: str
+    revision: str | None
+    cache_dir: str | None
+    token: str | None
+    offline: bool
+    endpoint: str | None
+    report: Report
+    pauses: Sequence[float]
+
+    def download(self, with_weights: bool) -> Path:
+        """The folder in the cache that holds every file that is needed. Raises HubError.
+
+        Small files are fetched first, because they may show that the model cannot be served. If the hub does not
+        answer, or offline, what the cache holds is taken as it is.
+        """
+        self._check_names()
+        if self.offline:
+            return self._cached("HF_HUB_OFFLINE is set")
+        try:
+            sizes = self._listing()
+        except HubUnreachable as error:
+            return self._cached(str(error))
+        if "config.json" not in sizes:
+            raise HubError(f"{self.model_id} has no config.json: it is not a model that can be served")
+        folder = self._fetch(sorted(name for name in sizes if TEXT_FILES.fullmatch(name)), sizes)
+        if with_weights:
+            self._fetch(self._weight_names(folder, sizes), sizes)
+        return folder
+
+    def _check_names(self) -> None:
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+        try:
+            validate_repo_id(self.model_id)
+        except HFValidationError:
+            raise HubError(
+                f"the model {self.model_id!r} is neither a folder nor a repository name such as bigscience/bloomz-560m"
+            ) from None
+        if self.revision is not None and (not REVISION.fullmatch(self.revision) or ".." in self.revision):
+            raise HubError(
+                f"--revision {self.revision!r} is no branch, tag or commit: use letters, digits, . _ - and /"
+            )
+
+    def _listing(self) -> dict[str, int]:
+        """Size of every file at the top of the repository."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=self.endpoint, token=self.token)
+        info = self._try(
+            lambda: api.model_info(self.model_id, revision=self.revision, files_metadata=True, timeout=20),
+            () if self._present(["config.json"]) else self.pauses,  # with files in the cache there is no need to wait
+        )
+        return {file.rfilename: file.size or 0 for file in info.siblings or [] if PLAIN_NAME.fullmatch(file.rfilename)}
+
+    def _weight_names(self, folder: Path, sizes: dict[str, int]) -> list[str]:
+        chosen = choose_weights(sizes)
+        if not chosen:
+            raise HubError(f"{self.model_id} has no weights in a supported format: *.safetensors or *.bin")
+        return indexed_names(folder / chosen[0]) if chosen[0].endswith(".index.json") else chosen
+
+    def _fetch(self, names: list[str], sizes: dict[str, int]) -> Path:
+        """Download what is not in the cache yet and return the snapshot folder.
+
+        A broken connection is resumed where it broke. A launch that is stopped keeps the files that are complete; the
+        others start again, for huggingface_hub gives every process temporary files of its own.
+        """
+        from huggingface_hub import constants, snapshot_download
+
+        cache = Path(self.cache_dir or constants.HF_HUB_CACHE).expanduser()
+        present = self._present(names)
+        missing = sum(sizes.get(name, 0) for name in names if name not in present)
+        if missing:
+            make_private(cache)
+            self._remove_remains(cache)
+            need_space(cache, missing, f"to download {self.model_id}: make room, or move --huggingface-hub-cache")
+            self.report(f"Downloading {readable(missing)} of {self.model_id} into {cache}")
+        patterns = [re.sub(r"([*?\[])", r"[\1]", name) for name in names]
+        return Path(
+            self._try(
+                lambda: snapshot_download(
+                    self.model_id,
+                    revision=self.revision,
+                    cache_dir=self.cache_dir,
+                    token=self.token,
+                    endpoint=self.endpoint,
+                    allow_patterns=patterns,
+                    tqdm_class=_progress_class(self.report),
+                ),
+                self.pauses,
+            )
+        )
+
+    def _remove_remains(self, cache: Path) -> None:
+        """Remove temporary files of downloads that were killed.
+
+        A download that is running writes to its own temporary file all the time, so that the file is never old.
+        """
+        for path in cache.glob(f"models--{self.model_id.replace('/', '--')}/blobs/*.incomplete"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > REMAINS_SECONDS:
+                    path.unlink()
+
+    def _present(self, names: Iterable[str]) -> set[str]:
+        from huggingface_hub import try_to_load_from_cache
+
+        load = {name: try_to_load_from_cache(self.model_id, name, self.cache_dir, self.revision) for name in names}
+        return {name for name, path in load.items() if isinstance(path, str)}
+
+    def _cached(self, reason: str) -> Path:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            folder = snapshot_download(
+                self.model_id,
+                revision=self.revision,
+                cache_dir=self.cache_dir,
+                local_files_only=True,
+                allow_patterns=["config.json"],
+            )
+        except LocalEntryNotFoundError:
+            raise HubError(
+                f"{self.model_id} is no folder here, is not in the cache and cannot be downloaded ({reason}): check "
+                "the path, or connect once"
+            ) from None
+        self.report(f"Using the cached files of {self.model_id} ({reason})")
+        return Path(folder)
+
+    def _try(self, action: Callable[[], Any], pauses: Sequence[float]) -> Any:
+        """Run one transfer, again after each pause if the fault may pass, and say in one sentence why it failed."""
+        from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's, whichever hub uses
+
+        for attempt, pause in enumerate((*pauses, None), 1):
+            try:
+                return action()
+            except (HTTPError, OSError) as error:
+                problem = self._explain(error)
+            if pause is None or not isinstance(problem, HubUnreachable):
+                raise problem
+            self.report(f"{problem}; try {attempt + 1} of {len(pauses) + 1} in {pause:g} s")
+            time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
+
+    def _explain(self, error: Exception) -> HubError:
+        """The sentence for a failed transfer."""
+        from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
+
+        name = self.model_id
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(error, OSError) and error.filename is not None:
+            return HubError(f"cannot write {error.filename}: {error.strerror}; make room or check permissions")
+        if isinstance(error, GatedRepoError) or status == 403:
+            return HubError(f"{name} is gated: accept its terms on its hub page and set HF_TOKEN to your token")
+        if isinstance(error, RevisionNotFoundError):
+            return HubError(f"{name} has no revision {self.revision!r}: check --revision")
+        if status == 401:
+            return HubError(
+                f"{name} is no folder here, and on the hub it does not exist or is private: check the name, or set "
+                "HF_TOKEN to a token"
+            )
+        if status == 404:
+            return HubError(f"{name} is neither a folder here nor on the hub: check the name")
+        if status is None:
+            return HubUnreachable(f"the hub cannot be reached ({_innermost(error)}): check the network, or HF_ENDPOINT")
+        kind = HubUnreachable if status in RETRY_STATUS else HubError
+        return kind(f"the hub answered {name} with status {status}: try later")
+
+
+def _innermost(error: BaseException) -> str:
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return str(error) or type(error).__name__
+
+
+def _progress_class(report: Report) -> Any:
+    """A class, as huggingface_hub wants it, that shows progress as bars on a terminal, else as a line every 10 s."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Progress(tqdm):
+        """Bars go to standard error; where that is no terminal, the bar that counts the files' bytes speaks instead."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.speaks = options.get("unit") == "B" and options.get("desc") != "Downloading bytes"
+            self.said = time.monotonic()
+            super().__init__(*args, **{"disable": None, **options})  # None: shown on a terminal only
+
+        def update(self, n: float | None = 1) -> Any:
+            if self.disable:  # then tqdm counts nothing
+                self.n += n or 0
+            if self.disable and self.speaks and time.monotonic() - self.said > 10:
+                self.said = time.monotonic()
+                report(f"Downloaded {readable(self.n)} of {readable(self.total or 0)}")
+            return super().update(n)
+
+    return Progress

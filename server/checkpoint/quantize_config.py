@@ -47,7 +47,7 @@ def _numbers(folder: Path) -> dict[str, Any]:
                     for name in NUMBERS.keys() & set(file.keys()):
                         found[NUMBERS[name]] = _number(file, name, path)
     except (HubError, SafetensorError, OSError):
-        return {}  # whoever reads the weights says what is wrong with them
+        return {}  # the reader of the weights says what is wrong with them
     return {"quant_method": "gptq", **found} if "bits" in found else {}
 
 

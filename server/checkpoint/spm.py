@@ -1,27 +1,13 @@
-"""A sentencepiece `tokenizer.model` as read from its bytes, and the reasons to refuse one.
-
-The format is sentencepiece_model.proto of the sentencepiece library. A model is untrusted and may be of kinds that no
-served model has: of words or characters, with a vocabulary restricted to a part (unused pieces), with spaces written
-behind words, or with a denormalizer. Such a model is refused here, so that the conversion (`spm.py`) need not ask.
-
-The normalizer of a sentencepiece model, as steps that the `tokenizers` library runs.
-
-A model brings its own normalizer: a table of what is replaced by what, and rules for spaces. `tokenizers` has a step
-for such a table, `Precompiled`, which takes the *shortest* entry at the start of each grapheme and drops the rest of
-it, while sentencepiece takes the longest entry at each character. So every stretch that the table maps as one is first
-isolated by a separator and put through NFKC, which composes it; `Precompiled` then sees single characters. The table
-is read and the outcome is compared for every entry of it. Of nmt_nfkc's 225,276 entries 393 differ, all of rare letters
-(U+A7F1 to U+A7F3, beyond U+FFFF).
-
-This module knows nothing of ids, merges or added tokens (`spm.py`).
-
-From a sentencepiece `tokenizer.model` to tokenizer.json, for models whose tokenizer is code in their repository.
+"""From a sentencepiece `tokenizer.model` to tokenizer.json, for models whose tokenizer is code in their repository.
 
 Baichuan and ChatGLM ship such code, and it is never run here. What it wraps is a sentencepiece model (Kudo and
 Richardson 2018, arXiv 1808.06226), which this module writes out as data that the `tokenizers` library reads: BPE with
-the merges recovered from the scores, or Unigram, with the model's own normalizer (`spm_normalizer.py`). What a family's
-code adds around the model is the table FAMILIES; what a repository adds is read from its JSON files. What cannot be
-converted is refused (`spm_model.py`).
+the merges recovered from the scores, or Unigram, with the model's own normalizer. What a family's code adds around the
+model is the table FAMILIES; what a repository adds is read from its JSON files.
+
+The format is sentencepiece_model.proto of the sentencepiece library. A model is untrusted and may be of kinds that no
+served model has: of words or characters, with a vocabulary restricted to a part (unused pieces), with spaces written
+behind words, or with a denormalizer. Such a model is refused when it is read.
 
 No library does this. Those that can read a tokenizer.model ignore what the model says of spaces, and apply its table of
 characters otherwise or not at all. The sentencepiece library itself knows no added tokens, and nothing that goes around
@@ -36,9 +22,14 @@ tokenizers 0.23):
     transformers' LlamaConverter                        fails on every BPE model     2,630  2,703
     tokenizers' SentencePieceUnigramTokenizer           refuses every BPE model      1,429  2,505
 
-Three points where `tokenizers` differs from sentencepiece are bridged. One is the table of a normalizer
-(`spm_normalizer.py`), the others are these:
+Three points where `tokenizers` differs from sentencepiece are bridged:
 
+* A normalizer is a table of what is replaced by what, and rules for spaces. The library's step for such a table,
+  `Precompiled`, takes the *shortest* entry at the start of each grapheme and drops the rest of it, while sentencepiece
+  takes the longest entry at each character. So every stretch that the table maps as one is first isolated by a
+  separator and put through NFKC, which composes it; `Precompiled` then sees single characters. The table is read and
+  the outcome is compared for every entry of it. Of nmt_nfkc's 225,276 entries 393 differ, all of rare letters (U+A7F1
+  to U+A7F3, beyond U+FFFF).
 * A user-defined piece splits the text without giving what follows a space of its own: it is matched after
   normalisation. The library normalises the piece, too, so the leading space is taken back where it is all the text.
 * Sentencepiece merges characters that are no pieces themselves. Where such a character is one byte, its byte's id gets
@@ -79,40 +70,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 SPACE = "▁"  # how sentencepiece writes a space inside pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # piece types of sentencepiece_model.proto
 UNIGRAM, BPE = 1, 2  # model types
-
 Piece = Any  # messages of sentencepiece_model.proto, which has no annotations
 Model = Any
 
 
 class SpmError(ValueError):
     """Why a sentencepiece model cannot be converted, as a part of a sentence."""
-
-
-def parse(data: bytes) -> Model:
-    """The model that these bytes hold, checked for what the conversion relies on. Raises SpmError."""
-    try:
-        model = pb.ModelProto.FromString(data)  # type: ignore[attr-defined]  # protobuf makes the class at import
-    except DecodeError:
-        raise SpmError("tokenizer.model is not a sentencepiece model") from None
-    for is_wrong, problem in _problems(model):
-        if is_wrong:
-            raise SpmError(f"tokenizer.model {problem}")
-    return model
-
-
-def _problems(model: Model) -> Iterator[tuple[bool, str]]:
-    """Each reason to refuse a model, and whether this one gives it."""
-    types = Counter(piece.type for piece in model.pieces)
-    spec = model.trainer_spec
-    yield types[UNKNOWN] != 1, "is not a sentencepiece model: it has not one unknown piece"
-    yield len({piece.piece for piece in model.pieces}) < len(model.pieces), "names a piece twice"
-    yield not all(math.isfinite(piece.score) for piece in model.pieces), "has a score that is no number"
-    yield spec.model_type not in (UNIGRAM, BPE), "is neither BPE nor Unigram"
-    yield types[UNUSED] > 0, "has unused pieces"
-    yield spec.treat_whitespace_as_suffix, "writes spaces behind words"
-    yield bool(model.denormalizer_spec.precompiled_charsmap), "has a denormalizer"
-    is_complete = {f"<0x{byte:02X}>" for byte in range(256)} <= {piece.piece for piece in model.pieces}
-    yield spec.byte_fallback and not is_complete, "lacks byte pieces"
 
 
 SEPARATOR = "\ufdd0"  # a noncharacter: no text has it, Unicode combines it with nothing
@@ -122,177 +85,6 @@ MAX_PROTECTED = 32  # characters kept from NFKC: each costs two passes over ever
 MAX_KEY_BYTES = 64  # of an entry of a normalizer's table; nmt_nfkc has 12
 MAX_WALK = 4_000_000  # steps through such a table; nmt_nfkc, whose entries share their endings, takes 263,000
 MAX_WRONG = 0.01  # of a normalizer's table; a rule of its own making would be wrong nearly everywhere
-
-
-def normalizer(model: Model, alone: Collection[str] = ()) -> normalizers.Sequence:
-    """The model's normalizer_spec as one sequence. alone: words to mark with ALONE where they are the whole text."""
-    spec = model.normalizer_spec
-    user_defined = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
-    steps: list[Any] = []
-    shown: list[Any] = []
-    prefix = _prefix(SPACE if spec.escape_whitespaces else " ", user_defined) if spec.add_dummy_prefix else []
-    if spec.precompiled_charsmap:
-        steps, shown = _charsmap_beside(spec.precompiled_charsmap, [text for text in user_defined if " " not in text])
-    if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(r"\A +| +(?= )"), ""))
-        steps.append(normalizers.Replace(Regex(rf"[ {SPACE}]+\z" if spec.escape_whitespaces else r" +\z"), ""))
-        steps += prefix
-    else:  # first: a text of which nothing remains has it still
-        steps = [*prefix, *steps]
-    if alone:
-        steps = [normalizers.Prepend(ALONE), _unless(ALONE, rf"(?!{any_of(alone)}\z)"), *steps]
-    if spec.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", SPACE))
-    return normalizers.Sequence([*steps, *shown])
-
-
-def _charsmap_beside(charsmap: bytes, kept: Collection[str]) -> tuple[list[Any], list[Any]]:
-    """Steps that apply the table to all but the kept texts, and last steps, which bring some of these back."""
-    longest_first = sorted(kept, key=len, reverse=True)
-    steps = charsmap_steps(charsmap, longest_first)
-    rule = normalizers.Sequence(steps)
-    hide, show = _stand_ins([text for text in longest_first if rule.normalize_str(text) != text])
-    return [*hide, *steps], show
-
-
-def _prefix(space: str, user_defined: Collection[str]) -> list[Any]:
-    """Steps that put a space before a text. The library also normalises user-defined pieces, which must not change."""
-    steps = [normalizers.Prepend(space)]
-    return [*steps, _unless(space, rf"(?={any_of(user_defined)}\z)")] if user_defined else steps
-
-
-def _unless(prepended: str, following: str) -> Any:
-    """A step that takes back what was prepended. To insert at the start by an expression makes a later NFKC crash."""
-    return normalizers.Replace(Regex(rf"\A{literal(prepended)}{following}"), "")
-
-
-def _stand_ins(texts: Iterable[str], first: int = STAND_INS) -> tuple[list[Any], list[Any]]:
-    """Steps that put a private character in place of each text, and steps that put the texts back."""
-    pairs = [(text, chr(first + number)) for number, text in enumerate(texts)]
-    hide = [normalizers.Replace(text, stand_in) for text, stand_in in pairs]
-    return hide, [normalizers.Replace(stand_in, text) for text, stand_in in pairs]
-
-
-# The precompiled table of characters
-
-
-def charsmap_steps(charsmap: bytes, apart: Collection[str] = ()) -> list[Any]:
-    """Steps that together replace as sentencepiece does: at each character the longest entry of the table.
-
-    apart: texts that nothing after them may combine with, longest first. Raises SpmError if more than a hundredth of
-    the table's entries would be replaced otherwise.
-    """
-    table = read_charsmap(charsmap)
-    precompiled = normalizers.Precompiled(charsmap)
-    isolate = normalizers.Replace(Regex(_isolating(table, apart)), SEPARATOR)
-    join = normalizers.Replace(SEPARATOR, "")
-    steps = [isolate, normalizers.NFKC(), precompiled, join]
-    rule = normalizers.Sequence(steps)
-    single = {c for c in table if len(c) == 1} | set(_changed_by_nfkc())
-    protected = sorted(c for c in single if rule.normalize_str(c) != table.get(c, c))[:MAX_PROTECTED]
-    hide, show = _stand_ins(protected, STAND_INS + 0x800)
-    steps = [*hide, isolate, normalizers.NFKC(), *show, precompiled, join]
-    rule = normalizers.Sequence(steps)
-    wrong = sum(rule.normalize_str(key) != value for key, value in table.items())
-    if wrong > MAX_WRONG * len(table):
-        raise SpmError(f"tokenizer.model has a normalizer of its own making ({wrong} of {len(table)} entries differ)")
-    return steps
-
-
-def _changed_by_nfkc() -> Iterator[str]:
-    characters = (chr(code) for code in range(0x80, 0x30000) if not 0xD800 <= code < 0xE000)
-    return (c for c in characters if unicodedata.normalize("NFKC", c) != c)
-
-
-def read_charsmap(charsmap: bytes) -> dict[str, str]:
-    """What a table replaces by what. Raises SpmError for a damaged one.
-
-    The bytes are a double-array trie over UTF-8 (github.com/s-yata/darts-clone) and then the values that it points to.
-    """
-    try:
-        (size,) = struct.unpack_from("<I", charsmap)
-        units = struct.unpack_from(f"<{size // 4}I", charsmap, 4)
-        values = charsmap[4 + size :]
-        return {key.decode(): values[at : values.index(0, at)].decode() for key, at in _entries(units)}
-    except (struct.error, ValueError, IndexError):
-        raise SpmError("tokenizer.model has a damaged normalizer") from None
-
-
-def _entries(units: tuple[int, ...]) -> Iterator[tuple[bytes, int]]:
-    """The key of each entry and where its value begins. A unit has a label in its low byte, or else a value."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for at, unit in enumerate(units):
-        if not unit >> 31 and unit & 0xFF:
-            children[at ^ (unit & 0xFF)].append(at)
-    waiting = [(0, b"")]
-    for _ in range(MAX_WALK):
-        if not waiting:
-            return
-        at, key = waiting.pop()
-        base = at ^ (units[at] >> 10 << ((units[at] & 0x200) >> 6))
-        if units[at] >> 8 & 1:
-            yield key, units[base] & 0x7FFFFFFF
-        if len(key) > MAX_KEY_BYTES or base | 0xFF >= len(units):  # the library would look beyond the end
-            break
-        waiting += [(child, key + bytes([units[child] & 0xFF])) for child in children[base]]
-    raise ValueError("the table goes in circles, or beyond its end")
-
-
-def _isolating(table: Mapping[str, str], apart: Collection[str]) -> str:
-    """A pattern for the empty string after what is replaced as one, and before marks that join what precedes."""
-    endings: defaultdict[str, set[str]] = defaultdict(set)
-    for key in table:
-        if len(key) > 1:
-            endings[key[0]].add(key[1:])
-    several = _alternatives(endings)
-    joining = _one_of({c for ends in endings.values() for end in ends for c in end})
-    single = _one_of({key for key in table if len(key) == 1})
-    whole = "|".join(filter(None, [*map(literal, apart), several, single]))
-    return rf"(?>(?:{whole})\K|[\s\S]\K(?=\p{{M}}|{joining}))"
-
-
-def _alternatives(endings: Mapping[str, Collection[str]]) -> str:
-    """A pattern for first characters with what may follow each: those followed by the same share one branch."""
-    firsts: defaultdict[frozenset[str], list[str]] = defaultdict(list)
-    for first, rest in endings.items():
-        firsts[frozenset(rest)].append(first)
-    return "|".join(_one_of(characters) + _following(rest) for rest, characters in firsts.items())
-
-
-def _following(rest: frozenset[str]) -> str:
-    endings: defaultdict[str, set[str]] = defaultdict(set)
-    for text in rest:
-        if text:
-            endings[text[0]].add(text[1:])
-    return f"(?:{_alternatives(endings)}){'?' if '' in rest else ''}" if endings else ""
-
-
-def _one_of(characters: Collection[str]) -> str:
-    """A pattern for one of these characters, runs of them as ranges. It matches nothing if there are none."""
-    parts: list[str] = []
-    codes = sorted(map(ord, characters))
-    for i, code in enumerate(codes):
-        if i == 0 or codes[i - 1] != code - 1:
-            start = code
-        if i + 1 == len(codes) or codes[i + 1] != code + 1:
-            parts.append(_escaped(chr(start)) + (f"-{_escaped(chr(code))}" if code > start else ""))
-    return f"[{''.join(parts)}]" if parts else "(?!)"
-
-
-def _escaped(character: str) -> str:
-    return f"\\x{{{ord(character):x}}}"
-
-
-def any_of(texts: Collection[str]) -> str:
-    """A pattern for any one of the texts."""
-    return f"(?:{'|'.join(map(literal, sorted(texts)))})"
-
-
-def literal(text: str) -> str:
-    """A pattern for this very text."""
-    return "".join(map(_escaped, text))
-
-
 MAX_ID = 1 << 31  # the library counts in 32 bits
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -302,9 +94,8 @@ class TokenizerFamily:
     """What a family's tokenizer code adds to its sentencepiece model."""
 
     appended: tuple[str, ...] = ()  # tokens whose ids follow the last piece, in this order
-    alone: frozenset[str] = (
-        frozenset()
-    )  # those of them that are plain words: found only where nothing else stands between two tokens
+    # Those of them that are plain words: found only where nothing else stands between two tokens.
+    alone: frozenset[str] = frozenset()
     prefix: tuple[str, ...] = ()  # tokens that stand before every prompt
 
 
@@ -539,7 +330,7 @@ def _decoder(model: Model, alone: Collection[str] = ()) -> decoders.Decoder:
     spec = model.normalizer_spec
     steps: list[Any] = []
     if alone:  # the library decodes such a token as its normalised text, which it does not take for special
-        steps.append(decoders.Replace(Regex(rf"{SPACE}?{literal(ALONE)}{any_of(alone)}"), ""))
+        steps.append(decoders.Replace(Regex(rf"{SPACE}?{_literal(ALONE)}{_any_of(alone)}"), ""))
     steps.append(decoders.Replace(SPACE, " "))
     if model.trainer_spec.byte_fallback:
         steps.append(decoders.ByteFallback())
@@ -547,3 +338,196 @@ def _decoder(model: Model, alone: Collection[str] = ()) -> decoders.Decoder:
     if spec.escape_whitespaces and (spec.add_dummy_prefix or spec.remove_extra_whitespaces):
         steps.append(decoders.Strip(" ", 1, 0))
     return decoders.Sequence(steps)
+
+
+def parse(data: bytes) -> Model:
+    """The model that these bytes hold, checked for what the conversion relies on. Raises SpmError."""
+    try:
+        model = pb.ModelProto.FromString(data)  # type: ignore[attr-defined]  # protobuf makes the class at import
+    except DecodeError:
+        raise SpmError("tokenizer.model is not a sentencepiece model") from None
+    for is_wrong, problem in _problems(model):
+        if is_wrong:
+            raise SpmError(f"tokenizer.model {problem}")
+    return model
+
+
+def _problems(model: Model) -> Iterator[tuple[bool, str]]:
+    """Each reason to refuse a model, and whether this one gives it."""
+    types = Counter(piece.type for piece in model.pieces)
+    spec = model.trainer_spec
+    yield types[UNKNOWN] != 1, "is not a sentencepiece model: it has not one unknown piece"
+    yield len({piece.piece for piece in model.pieces}) < len(model.pieces), "names a piece twice"
+    yield not all(math.isfinite(piece.score) for piece in model.pieces), "has a score that is no number"
+    yield spec.model_type not in (UNIGRAM, BPE), "is neither BPE nor Unigram"
+    yield types[UNUSED] > 0, "has unused pieces"
+    yield spec.treat_whitespace_as_suffix, "writes spaces behind words"
+    yield bool(model.denormalizer_spec.precompiled_charsmap), "has a denormalizer"
+    is_complete = {f"<0x{byte:02X}>" for byte in range(256)} <= {piece.piece for piece in model.pieces}
+    yield spec.byte_fallback and not is_complete, "lacks byte pieces"
+
+
+def normalizer(model: Model, alone: Collection[str] = ()) -> normalizers.Sequence:
+    """The model's normalizer_spec as one sequence. alone: words to mark with ALONE where they are the whole text."""
+    spec = model.normalizer_spec
+    user_defined = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
+    steps: list[Any] = []
+    shown: list[Any] = []
+    prefix = _prefix(SPACE if spec.escape_whitespaces else " ", user_defined) if spec.add_dummy_prefix else []
+    if spec.precompiled_charsmap:
+        steps, shown = _charsmap_beside(spec.precompiled_charsmap, [text for text in user_defined if " " not in text])
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"\A +| +(?= )"), ""))
+        steps.append(normalizers.Replace(Regex(rf"[ {SPACE}]+\z" if spec.escape_whitespaces else r" +\z"), ""))
+        steps += prefix
+    else:  # first: a text of which nothing remains has it still
+        steps = [*prefix, *steps]
+    if alone:
+        steps = [normalizers.Prepend(ALONE), _unless(ALONE, rf"(?!{_any_of(alone)}\z)"), *steps]
+    if spec.escape_whitespaces:
+        steps.append(normalizers.Replace(" ", SPACE))
+    return normalizers.Sequence([*steps, *shown])
+
+
+def _charsmap_beside(charsmap: bytes, kept: Collection[str]) -> tuple[list[Any], list[Any]]:
+    """Steps that apply the table to all but the kept texts, and last steps, which bring some of these back."""
+    longest_first = sorted(kept, key=len, reverse=True)
+    steps = charsmap_steps(charsmap, longest_first)
+    rule = normalizers.Sequence(steps)
+    hide, show = _stand_ins([text for text in longest_first if rule.normalize_str(text) != text])
+    return [*hide, *steps], show
+
+
+def _prefix(space: str, user_defined: Collection[str]) -> list[Any]:
+    """Steps that put a space before a text. The library also normalises user-defined pieces, which must not change."""
+    steps = [normalizers.Prepend(space)]
+    return [*steps, _unless(space, rf"(?={_any_of(user_defined)}\z)")] if user_defined else steps
+
+
+def _unless(prepended: str, following: str) -> Any:
+    """A step that takes back what was prepended. To insert at the start by an expression makes a later NFKC crash."""
+    return normalizers.Replace(Regex(rf"\A{_literal(prepended)}{following}"), "")
+
+
+def _stand_ins(texts: Iterable[str], first: int = STAND_INS) -> tuple[list[Any], list[Any]]:
+    """Steps that put a private character in place of each text, and steps that put the texts back."""
+    pairs = [(text, chr(first + number)) for number, text in enumerate(texts)]
+    hide = [normalizers.Replace(text, stand_in) for text, stand_in in pairs]
+    return hide, [normalizers.Replace(stand_in, text) for text, stand_in in pairs]
+
+
+def charsmap_steps(charsmap: bytes, apart: Collection[str] = ()) -> list[Any]:
+    """Steps that together replace as sentencepiece does: at each character the longest entry of the table.
+
+    apart: texts that nothing after them may combine with, longest first. Raises SpmError if more than a hundredth of
+    the table's entries would be replaced otherwise.
+    """
+    table = read_charsmap(charsmap)
+    precompiled = normalizers.Precompiled(charsmap)
+    isolate = normalizers.Replace(Regex(_isolating(table, apart)), SEPARATOR)
+    join = normalizers.Replace(SEPARATOR, "")
+    steps = [isolate, normalizers.NFKC(), precompiled, join]
+    rule = normalizers.Sequence(steps)
+    single = {c for c in table if len(c) == 1} | set(_changed_by_nfkc())
+    protected = sorted(c for c in single if rule.normalize_str(c) != table.get(c, c))[:MAX_PROTECTED]
+    hide, show = _stand_ins(protected, STAND_INS + 0x800)
+    steps = [*hide, isolate, normalizers.NFKC(), *show, precompiled, join]
+    rule = normalizers.Sequence(steps)
+    wrong = sum(rule.normalize_str(key) != value for key, value in table.items())
+    if wrong > MAX_WRONG * len(table):
+        raise SpmError(f"tokenizer.model has a normalizer of its own making ({wrong} of {len(table)} entries differ)")
+    return steps
+
+
+def _changed_by_nfkc() -> Iterator[str]:
+    characters = (chr(code) for code in range(0x80, 0x30000) if not 0xD800 <= code < 0xE000)
+    return (c for c in characters if unicodedata.normalize("NFKC", c) != c)
+
+
+def read_charsmap(charsmap: bytes) -> dict[str, str]:
+    """What a table replaces by what. Raises SpmError for a damaged one.
+
+    The bytes are a double-array trie over UTF-8 (github.com/s-yata/darts-clone) and then the values that it points to.
+    """
+    try:
+        (size,) = struct.unpack_from("<I", charsmap)
+        units = struct.unpack_from(f"<{size // 4}I", charsmap, 4)
+        values = charsmap[4 + size :]
+        return {key.decode(): values[at : values.index(0, at)].decode() for key, at in _entries(units)}
+    except (struct.error, ValueError, IndexError):
+        raise SpmError("tokenizer.model has a damaged normalizer") from None
+
+
+def _entries(units: tuple[int, ...]) -> Iterator[tuple[bytes, int]]:
+    """The key of each entry and where its value begins. A unit has a label in its low byte, or else a value."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for at, unit in enumerate(units):
+        if not unit >> 31 and unit & 0xFF:
+            children[at ^ (unit & 0xFF)].append(at)
+    waiting = [(0, b"")]
+    for _ in range(MAX_WALK):
+        if not waiting:
+            return
+        at, key = waiting.pop()
+        base = at ^ (units[at] >> 10 << ((units[at] & 0x200) >> 6))
+        if units[at] >> 8 & 1:
+            yield key, units[base] & 0x7FFFFFFF
+        if len(key) > MAX_KEY_BYTES or base | 0xFF >= len(units):  # the library would look beyond the end
+            break
+        waiting += [(child, key + bytes([units[child] & 0xFF])) for child in children[base]]
+    raise ValueError("the table goes in circles, or beyond its end")
+
+
+def _isolating(table: Mapping[str, str], apart: Collection[str]) -> str:
+    """A pattern for the empty string after what is replaced as one, and before marks that join what precedes."""
+    endings: defaultdict[str, set[str]] = defaultdict(set)
+    for key in table:
+        if len(key) > 1:
+            endings[key[0]].add(key[1:])
+    several = _alternatives(endings)
+    joining = _one_of({c for ends in endings.values() for end in ends for c in end})
+    single = _one_of({key for key in table if len(key) == 1})
+    whole = "|".join(filter(None, [*map(_literal, apart), several, single]))
+    return rf"(?>(?:{whole})\K|[\s\S]\K(?=\p{{M}}|{joining}))"
+
+
+def _alternatives(endings: Mapping[str, Collection[str]]) -> str:
+    """A pattern for first characters with what may follow each: those followed by the same share one branch."""
+    firsts: defaultdict[frozenset[str], list[str]] = defaultdict(list)
+    for first, rest in endings.items():
+        firsts[frozenset(rest)].append(first)
+    return "|".join(_one_of(characters) + _following(rest) for rest, characters in firsts.items())
+
+
+def _following(rest: frozenset[str]) -> str:
+    endings: defaultdict[str, set[str]] = defaultdict(set)
+    for text in rest:
+        if text:
+            endings[text[0]].add(text[1:])
+    return f"(?:{_alternatives(endings)}){'?' if '' in rest else ''}" if endings else ""
+
+
+def _one_of(characters: Collection[str]) -> str:
+    """A pattern for one of these characters, runs of them as ranges. It matches nothing if there are none."""
+    parts: list[str] = []
+    codes = sorted(map(ord, characters))
+    for i, code in enumerate(codes):
+        if i == 0 or codes[i - 1] != code - 1:
+            start = code
+        if i + 1 == len(codes) or codes[i + 1] != code + 1:
+            parts.append(_escaped(chr(start)) + (f"-{_escaped(chr(code))}" if code > start else ""))
+    return f"[{''.join(parts)}]" if parts else "(?!)"
+
+
+def _escaped(character: str) -> str:
+    return f"\\x{{{ord(character):x}}}"
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A pattern for any one of the texts."""
+    return f"(?:{'|'.join(map(_literal, sorted(texts)))})"
+
+
+def _literal(text: str) -> str:
+    """A pattern for this very text."""
+    return "".join(map(_escaped, text))

@@ -1,25 +1,19 @@
 """Reading a checkpoint: each rank reads its own slices, and no tensor may be left over.
 
-A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that its rank holds; the family's
-name map says what that is called in the checkpoint, and safetensors reads only those bytes. Layouts that differ from
-ours (BLOOM interleaves q, k and v per head) are undone here, so `forward` never learns about them. A tensor of the
-checkpoint that nobody asked for and that the family does not ignore is an error: it means that the model is not what
-we think it is. What this module leaves out: how quantised weights are packed (`formats/`), and downloads
-(`download.py`).
+A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that its rank holds; the family's name map says
+what that is called in the checkpoint, and safetensors reads only those bytes. Layouts that differ from ours (BLOOM
+interleaves q, k and v per head) are undone here, so `forward` never learns about them. A tensor that no layer asked for
+and that the family does not ignore is an error: the model is not what its config says. A pipeline stage loads some
+layers, and leaves out the others' tensors by patterns of their names.
 
-Has the system read what comes next in a file of weights, while what has been read is converted.
+`ReadAhead` has the system read what comes next in a file while what has been read is converted. Otherwise loading takes
+the sum of both times. Where the system cannot be asked so (other than Linux), nothing is.
 
-A reader that waits for each page of a mapped file, and then computes while the disk rests, takes the sum of both times.
-Of a file that is in memory already nothing is read. Where the system cannot be asked so (other than Linux), nothing is.
+Some checkpoints have scales of keys and values for a KV cache in float8: llm-compressor and its kin write one number
+for all keys of a layer and one for all values, under several names. Scales for each head are refused; what is done with
+a scale: `server/quant/kv.py`.
 
-Which tensors of a checkpoint belong to which layers, as patterns of their names.
-
-A pipeline stage loads some layers, and must not call the others' tensors unknown.
-
-The scales of keys and values that some checkpoints have, made for a KV cache in float8.
-
-llm-compressor and its kin write one number for all keys of a layer and one for all values, under several names. Left
-out: scales for each head, which no server reads either; and what is done with a scale (`server/quant/kv.py`).
+Left out: how quantised weights are packed (`formats/`), and downloads (`hub.py`).
 """
 
 from __future__ import annotations
@@ -55,99 +49,14 @@ from server.ranks.distributed import Shard
 
 AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
 LENGTH_BYTES = 8  # of the number in front of a safetensors file's header
-
-
-class ReadAhead:
-    """Where the tensors of safetensors files end, and what of each file has been asked for."""
-
-    def __init__(self) -> None:
-        self._ends: dict[Path, dict[str, int]] = {}
-        self._asked: dict[Path, tuple[int, int]] = {}  # the stretch that was asked for last
-
-    def passed(self, path: Path, name: str) -> None:
-        """A tensor of a file that is known to be whole is about to be read: what is behind it will be next."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        if path not in self._ends:
-            self._ends[path] = _ends_of(path)
-        end = self._ends[path][name]
-        first, last = self._asked.get(path, (0, 0))
-        if first <= end and end + AHEAD_BYTES // 2 < last:
-            return
-        begin = last if first <= end < last else end
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, begin, end + AHEAD_BYTES - begin, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
-        self._asked[path] = begin, end + AHEAD_BYTES
-
-
-def _ends_of(path: Path) -> dict[str, int]:
-    """The end of each tensor in the file, in bytes from its beginning."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        header = json.loads(file.read(size))
-    first = LENGTH_BYTES + size
-    return {name: first + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-
-
-def of_layers(names: NameMap, prefix: str, layers: Iterable[int]) -> tuple[str, ...]:
-    """Of all tensors of these layers of the decoder."""
-    starts = {name[: name.index("{i}")] for name in _all(names.roles) if "{i}" in name}
-    return tuple(rf"^({re.escape(prefix)})?{re.escape(start)}{layer}\." for start in sorted(starts) for layer in layers)
-
-
-def outside_layers(names: NameMap, prefix: str) -> tuple[str, ...]:
-    """Of all tensors before and after the decoder's layers, an encoder's among them."""
-    outside = [rf"{re.escape(name)}(\.|$)" for name in _all(names.roles) if "{i}" not in name]
-    encoder = [re.escape(name.partition("{i}")[0]) for name in _all(names.encoder or {})]
-    return tuple(rf"^({re.escape(prefix)})?{name}" for name in outside + encoder)
-
-
-def _all(roles: Mapping[str, str | tuple[str, ...]]) -> list[str]:
-    return [name for entry in roles.values() for name in ((entry,) if isinstance(entry, str) else entry)]
-
-
-KV_SCALES = (".k_scale", ".v_scale", ".output_scale", ".kv_scale")
-
-
-def kv_scales(source: Source, keys: str, values: str) -> tuple[float, float] | None:
-    """By what a layer's keys and values are divided; None where the checkpoint does not say so for both.
-
-    keys, values: names of the projections, which are the same where one computes both. Raises FormatError.
-    """
-    found = [_scale(source, keys, "k", is_alone=keys != values), _scale(source, values, "v", is_alone=keys != values)]
-    return None if found[0] is None or found[1] is None else (found[0], found[1])
-
-
-def _scale(source: Source, projection: str, part: str, *, is_alone: bool) -> float | None:
-    names = [f"{projection.rpartition('.')[0]}.{part}_scale", f"{projection}.{part}_scale"]
-    names += [f"{projection}.output_scale"] if is_alone else []
-    names.append(f"{projection.rpartition('.')[0]}.kv_scale")  # of older ones, for both
-    name = next((name for name in names if name in source), None)
-    if name is None:
-        return None
-    shape = source.shape_of(name)
-    if math.prod(shape) != 1:
-        raise FormatError(
-            f"tensor {name} has shape {list(shape)}, but only one scale for all heads of a layer is served: use "
-            "--kv-cache-dtype int8, which makes its own"
-        )
-    scale = float(source.read(name, shape, dtypes=FLOATS).item())
-    if not (scale > 0 and math.isfinite(scale)):
-        raise FormatError(
-            f"tensor {name} is {scale}, but a scale is above 0 and finite: use --kv-cache-dtype int8, which makes its "
-            "own"
-        )
-    return scale
-
-
 # Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until
 # it is closed. More holds more memory, less opens more often, which takes about a millisecond.
 PIECE_BYTES = 32 << 20
-
 STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
+WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
+BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits
 
 
 class CheckpointError(ValueError):
@@ -308,13 +217,13 @@ class Checkpoint:
         return number
 
     def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
-        """Tensors that nobody read and that no pattern of `ignore` matches, sorted, each with its file."""
+        """Tensors that were not read and that no pattern of `ignore` matches, sorted, each with its file."""
         patterns = [re.compile(pattern) for pattern in ignore]
         left = (n for n in self._paths if n not in self._read and not any(p.search(n) for p in patterns))
         return [f"{name} in {self._paths[name]}" for name in sorted(left)]
 
     def zeros(self, patterns: Sequence[str]) -> list[str]:
-        """Tensors that nobody read, that one of `patterns` matches, and that are zeros."""
+        """Tensors that were not read, that one of `patterns` matches, and that are zeros."""
         matching = (n for n in self._paths if n not in self._read and any(re.search(p, n) for p in patterns))
         return [n for n in matching if not (self._sliced(n, []) if self.shape_of(n) else self._number(n)).any()]
 
@@ -323,11 +232,39 @@ def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + step, stop)) for begin in range(start, stop, step))
 
 
-Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
-WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
+class ReadAhead:
+    """Where the tensors of safetensors files end, and what of each file has been asked for."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Path, dict[str, int]] = {}
+        self._asked: dict[Path, tuple[int, int]] = {}  # the stretch that was asked for last
+
+    def passed(self, path: Path, name: str) -> None:
+        """A tensor of a file that is known to be whole is about to be read: what is behind it will be next."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if path not in self._ends:
+            self._ends[path] = _ends_of(path)
+        end = self._ends[path][name]
+        first, last = self._asked.get(path, (0, 0))
+        if first <= end and end + AHEAD_BYTES // 2 < last:
+            return
+        begin = last if first <= end < last else end
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, begin, end + AHEAD_BYTES - begin, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+        self._asked[path] = begin, end + AHEAD_BYTES
 
 
-BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits
+def _ends_of(path: Path) -> dict[str, int]:
+    """The end of each tensor in the file, in bytes from its beginning."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = json.loads(file.read(size))
+    first = LENGTH_BYTES + size
+    return {name: first + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
 
 
 @dataclass(frozen=True)
@@ -551,7 +488,7 @@ class Weights:
 
     def names_outside_layers(self) -> tuple[str, ...]:
         """Patterns of all tensors that stand before or after the decoder's layers, an encoder's among them."""
-        return outside_layers(self.names, self.prefix)
+        return _outside_layers(self.names, self.prefix)
 
     def refuse_leftovers(self, of_others: tuple[str, ...] = ()) -> None:
         """Raise CheckpointError that names tensors which neither the model nor the ignore list knows.
@@ -568,6 +505,54 @@ class Weights:
                 f"the checkpoint has tensors that this architecture does not use: {shown}; "
                 "config.json and weights do not belong together, or the family is not fully supported"
             )
+
+
+def of_layers(names: NameMap, prefix: str, layers: Iterable[int]) -> tuple[str, ...]:
+    """Of all tensors of these layers of the decoder."""
+    starts = {name[: name.index("{i}")] for name in _all(names.roles) if "{i}" in name}
+    return tuple(rf"^({re.escape(prefix)})?{re.escape(start)}{layer}\." for start in sorted(starts) for layer in layers)
+
+
+def _outside_layers(names: NameMap, prefix: str) -> tuple[str, ...]:
+    """Of all tensors before and after the decoder's layers, an encoder's among them."""
+    outside = [rf"{re.escape(name)}(\.|$)" for name in _all(names.roles) if "{i}" not in name]
+    encoder = [re.escape(name.partition("{i}")[0]) for name in _all(names.encoder or {})]
+    return tuple(rf"^({re.escape(prefix)})?{name}" for name in outside + encoder)
+
+
+def _all(roles: Mapping[str, str | tuple[str, ...]]) -> list[str]:
+    return [name for entry in roles.values() for name in ((entry,) if isinstance(entry, str) else entry)]
+
+
+def kv_scales(source: Source, keys: str, values: str) -> tuple[float, float] | None:
+    """By what a layer's keys and values are divided; None where the checkpoint does not say so for both.
+
+    keys, values: names of the projections, which are the same where one computes both. Raises FormatError.
+    """
+    found = [_scale(source, keys, "k", is_alone=keys != values), _scale(source, values, "v", is_alone=keys != values)]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _scale(source: Source, projection: str, part: str, *, is_alone: bool) -> float | None:
+    names = [f"{projection.rpartition('.')[0]}.{part}_scale", f"{projection}.{part}_scale"]
+    names += [f"{projection}.output_scale"] if is_alone else []
+    names.append(f"{projection.rpartition('.')[0]}.kv_scale")  # of older ones, for both
+    name = next((name for name in names if name in source), None)
+    if name is None:
+        return None
+    shape = source.shape_of(name)
+    if math.prod(shape) != 1:
+        raise FormatError(
+            f"tensor {name} has shape {list(shape)}, but only one scale for all heads of a layer is served: use "
+            "--kv-cache-dtype int8, which makes its own"
+        )
+    scale = float(source.read(name, shape, dtypes=FLOATS).item())
+    if not (scale > 0 and math.isfinite(scale)):
+        raise FormatError(
+            f"tensor {name} is {scale}, but a scale is above 0 and finite: use --kv-cache-dtype int8, which makes its "
+            "own"
+        )
+    return scale
 
 
 def head_ranges(layout: QkvLayout, num_heads: int, num_kv_heads: int, head_dim: int, q: range, kv: range) -> Ranges:

@@ -1,12 +1,12 @@
-"""What links say before they pass bytes on: one line of JSON by the one who dials, one by the one who answers.
+"""What links prove and say to each other before they pass bytes on.
 
-The first names its Lockstep, its launch, its node, and the socket that it wants; the second says that it is connected,
-or why not. Neither believes the other more than that: lines are short, names are checked against a list.
+With --tls-dir, TLS 1.3 is mutual: the other side is a node of the cluster if the cluster's own authority signed its
+certificate. The files come from `lockstep tls` or from any authority that signs nothing but nodes: names in
+certificates are not looked at, for nodes change theirs.
 
-Mutual TLS between links: who has a certificate that the cluster's own authority signed is a node of it.
-
-The files come from `lockstep tls` or from any authority that signs nothing but nodes: names in certificates are not
-looked at, for nodes change theirs. TLS 1.3 alone.
+Then the dialling side sends one line of JSON with its version of Lockstep, its launch, its node, and the socket that it
+wants; the answering side says that it is connected, or why not. Neither trusts the other further than that: lines are
+short, names are checked against a list.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from server.link.config import SOCKET_NAME
 LINE_BYTES = 1024
 TLS_RECORD = b"\x16\x03"  # how a handshake of TLS begins
 MOST_REASON = 400  # characters of what the other side says
+AUTHORITY, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 
 
 class Refused(Exception):
@@ -31,9 +32,13 @@ class Absent(Refused):
     """The socket is not there, or not yet."""
 
 
+class TlsError(ValueError):
+    """The files cannot be used, for the reason in the message."""
+
+
 @dataclass(frozen=True)
 class Greeting:
-    """Who dials, and for what."""
+    """What the dialling side says."""
 
     version: str
     launch: str
@@ -86,13 +91,6 @@ def read_answer(line: bytes) -> None:
         raise Refused("the answer is not from a Lockstep link, or uses TLS: is --tls-dir given here?") from None
     if not is_connected:
         raise (Absent if is_absent else Refused)(why[:MOST_REASON])
-
-
-AUTHORITY, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
-
-
-class TlsError(ValueError):
-    """The files cannot be used, for the reason in the message."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
-"""One node's link: answers other nodes' links, and dials them for whoever connects to a socket that it listens at.
+"""One node's link: answers other nodes' links, and dials them for connections to the sockets that it listens at.
 
-One end of a connection, of which two are joined so that what comes at one leaves at the other.
+A connection has two ends, and two ends are joined so that what comes at one leaves at the other (`End`).
 
-Who may say now who it is, so that those of one address never keep out another's, nor the cluster's own each other.
-
-Whoever has no certificate of ours costs a handshake each time, and nobody is known before it. So an address may have a
-few handshakes at once, and its other connections wait for one of these places. Where too many are here, the address
-that has the most sends its latest away. After some that failed, an address has to wait for the next second; what comes
-meanwhile is closed before anything is computed for it. How long one may wait and speak is left to `link.py`.
+A connection without a certificate of the cluster costs a handshake each time, and nothing is known of it before. So an
+address may have a few handshakes at once, and its other connections wait for one of these places
+(`HandshakeLimiter`). Where there are too many, the address that has the most loses its latest ones. After some that
+failed, an address has to wait for the next second; what comes meanwhile is closed before anything is computed for it.
+So the connections of one address never keep out another's, nor the cluster's own each other.
 """
 
 from __future__ import annotations
@@ -37,6 +36,252 @@ from server.link.handshake import (
     read_contexts,
     reason,
 )
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 64  # connections that are not accepted yet
+MOST_SAID = 64  # sentences that are not said again for a while
+DIAL_S = 5.0
+HANDSHAKE_S = 5.0  # for a place among unidentified connections, TLS and the first line
+APPEAR_S = 10.0  # in which a socket that a node's own process opens may appear: it may be asked for too early
+POLL_S = 0.02
+SILENCE_MS = 15_000  # bytes that are not confirmed for so long end a connection
+BUFFER_BYTES = 1 << 20
+CROWDED = "too many unidentified connections"
+LINGER_S = 1.0  # for what was written last to leave
+REPEAT_S = 10.0  # between two sentences on the same trouble with the same address
+MOST = 512  # unidentified connections
+MOST_OF_ONE = 8  # handshakes of one address at once
+MOST_FAILURES = 16  # failed handshakes of one address in WINDOW_S
+WINDOW_S = 1.0
+
+Tell = Callable[[str, Mapping[str, object]], None]  # an event, and what belongs to it
+
+
+class Link:
+    """All connections of one node. `tell` brings events to the launcher."""
+
+    def __init__(self, config: LinkConfig, tell: Tell) -> None:
+        """Raises TlsError where the certificates cannot be used."""
+        self._config = config
+        self._tell = tell
+        self._tls: Contexts | None = read_contexts(config.tls_dir) if config.tls_dir else None
+        self._order = Order("", {}, {})
+        self._handshakes = HandshakeLimiter()
+        self._answering: asyncio.Task[None] | None = None
+        self._listeners: dict[str, tuple[int, asyncio.Server]] = {}  # forwards: the node, and what listens for it
+        self._carried: dict[str, set[End]] = {}  # their connections
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._said: dict[str, float] = {}  # when
+
+    def open(self, listener: socket.socket) -> None:
+        """Answer other links at a bound socket."""
+        listener.listen(MOST_WAITING)
+        listener.setblocking(False)
+        self._answering = asyncio.get_running_loop().create_task(self._answer(listener))
+
+    async def obey(self, order: Order) -> None:
+        """Listen where the order says, and nowhere else; what it leaves out is closed.
+
+        A socket that cannot be had is only logged: its group is being ended, or fails for want of it.
+        """
+        self._order = order
+        for name in [name for name in self._listeners if order.forwards.get(name) != self._listeners[name][0]]:
+            self._listeners.pop(name)[1].close()
+            for end in self._carried.pop(name, set()):
+                end.abort()
+        for name, node in order.forwards.items():
+            if name not in self._listeners:
+                try:
+                    self._listeners[name] = node, await self._listen(name, node)
+                except OSError as error:
+                    log.warning("cannot listen at %s: %s", name, error.strerror or error)
+
+    async def close(self) -> None:
+        """Carry what is on its way, and end everything."""
+        if self._answering is not None:
+            self._answering.cancel()
+        for _, listener in self._listeners.values():
+            listener.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LINGER_S)
+
+    async def _listen(self, name: str, node: int) -> asyncio.Server:
+        path = Path(self._config.folder, name)
+        path.unlink(missing_ok=True)
+
+        def came() -> End:
+            near = End()
+            self._carried.setdefault(name, set()).add(near)
+            self._run(self._carry(near, name, node))
+            return near
+
+        listener = await asyncio.get_running_loop().create_unix_server(came, str(path))
+        os.chmod(path, 0o600)
+        return listener
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------------------------------------- from this node
+
+    async def _carry(self, near: End, name: str, node: int) -> None:
+        """Connect `near` to the socket `name` of a node until either closes."""
+        try:
+            far = await self._dial(node, name)
+            if far is not None:
+                near.join(far)
+                await asyncio.wait([near.closed, far.closed])
+        finally:
+            near.close()
+            self._carried.get(name, set()).discard(near)
+
+    async def _dial(self, node: int, name: str) -> End | None:
+        """A connection to the socket, or None where there is none, which the launcher hears of."""
+        far = End()
+        host, port = self._order.peers[node]
+        tls = self._tls.dialling if self._tls is not None else None
+        try:
+            async with asyncio.timeout(DIAL_S):
+                await asyncio.get_running_loop().create_connection(lambda: far, host, port, ssl=tls)
+            _tune(far)
+            far.write(Greeting(self._config.version, self._order.launch, self._config.node, name).line())
+            async with asyncio.timeout(APPEAR_S + DIAL_S):
+                read_answer(await far.line())
+            return far
+        except Refused as refusal:
+            self._trouble("unreachable" if isinstance(refusal, Absent) else "refused", node, name, str(refusal))
+        except TimeoutError:
+            self._trouble("unreachable", node, name, "no answer")
+        except OSError as error:
+            kind = "refused" if self._is_about_tls(error) else "unreachable"
+            why = reason(error) if kind == "refused" else error.strerror or str(error)
+            if far.transport is not None and self._tls is None:
+                why += ", as a node with --tls-dir does to one without"
+            self._trouble(kind, node, name, why)
+        far.abort()
+        return None
+
+    def _is_about_tls(self, error: OSError) -> bool:
+        return self._tls is not None and type(error).__name__.startswith("SSL")
+
+    def _trouble(self, event: str, node: int, name: str, why: str) -> None:
+        """Tell the launcher, and the log but for node 0's launcher, for which a launcher logs its own waiting."""
+        host, port = self._order.peers[node]
+        self._tell(event, {"socket": name, "reason": why})
+        if name != CONTROL:
+            self._warn(f"{name} of node {node} at {host} port {port} cannot be reached: {why}")
+
+    # ----------------------------------------------------------------------------------------------- from other nodes
+
+    async def _answer(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    raw, address = await asyncio.get_running_loop().sock_accept(listener)
+                except OSError as error:  # no more descriptors, or the other side has gone already
+                    log.warning("a connection could not be taken: %s", error.strerror)
+                    await asyncio.sleep(POLL_S)
+                else:
+                    self._run(self._let_in(raw, address[0]))
+
+    async def _let_in(self, raw: socket.socket, address: str) -> None:
+        """Connect another node's end to the socket that it asks for, until either closes."""
+        far, near = End(), None
+        try:
+            near = await self._meet(far, raw, address)
+            far.write(answer())
+            far.join(near)
+            await asyncio.wait([near.closed, far.closed])
+        except Refused as refusal:
+            if not isinstance(refusal, Absent):
+                self._warn(f"a connection from {address} is refused: {refusal}")
+            far.write(answer(refusal))
+        except TimeoutError:
+            self._warn(f"a connection from {address} is refused: it sent nothing")
+        except OSError as error:
+            self._warn(f"a connection from {address} is refused: {reason(error)}")
+        finally:
+            far.close()
+            raw.close()  # what no transport has taken
+            if near is not None:
+                near.close()
+
+    async def _meet(self, far: End, raw: socket.socket, address: str) -> End:
+        """Find out which node it is and what it wants; that socket's end. Raises Refused, OSError, TimeoutError."""
+        greeting = await self._identify(far, raw, address)
+        if greeting.socket in self._listeners:
+            raise Refused(f"{greeting.socket} is not on this node")
+        return await self._own_socket(greeting.socket)
+
+    async def _identify(self, far: End, raw: socket.socket, address: str) -> Greeting:
+        """What it says once it is its turn. Raises Refused, OSError, TimeoutError."""
+        tls, is_known = self._tls.answering if self._tls is not None else None, False
+        clock = asyncio.timeout(HANDSHAKE_S)
+
+        def expel() -> None:
+            if not clock.expired():
+                clock.reschedule(0.0)
+
+        handshake = self._handshakes.enter(address, time.monotonic(), expel)
+        if handshake is None:
+            raise Refused(CROWDED)
+        try:
+            async with clock:
+                await handshake.turn.wait()
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: far, raw, ssl=tls)
+                _tune(far)
+                greeting = Greeting.read(await far.line())
+            greeting.check(self._config.version, self._order.launch)
+            is_known = True
+            return greeting
+        except TimeoutError:
+            if handshake.turn.is_set():
+                raise
+            raise Refused(CROWDED) from None
+        finally:
+            self._handshakes.leave(handshake, is_known=is_known)
+
+    async def _own_socket(self, name: str) -> End:
+        """A connection to a socket of this node's, once it is there. Raises Refused."""
+        path, until = str(Path(self._config.folder, name)), time.monotonic() + APPEAR_S
+        while True:
+            try:
+                return (await asyncio.get_running_loop().create_unix_connection(End, path))[1]
+            except OSError:
+                if time.monotonic() > until:
+                    raise Absent(f"{name} is not there") from None
+            await asyncio.sleep(POLL_S)
+
+    def _warn(self, sentence: str) -> None:
+        """Say so, but not for each of many."""
+        now = time.monotonic()
+        for known in [known for known, at in self._said.items() if at <= now - REPEAT_S]:
+            del self._said[known]
+        if sentence not in self._said and len(self._said) < MOST_SAID:
+            self._said[sentence] = now
+            log.warning("%s", sentence)
+
+
+def _tune(end: End) -> None:
+    """Send at once, keep some bytes for a peer that is slow, and notice within seconds that it is gone."""
+    assert end.transport is not None
+    raw = end.transport.get_extra_info("socket")
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
+    for name, value in (
+        ("TCP_USER_TIMEOUT", SILENCE_MS),
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 2),
+    ):
+        if hasattr(socket, name):
+            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
+    with suppress(OSError):  # it has closed already
+        for option in options:
+            raw.setsockopt(*option)
+    end.transport.set_write_buffer_limits(high=BUFFER_BYTES)
 
 
 class End(asyncio.Protocol):
@@ -127,79 +372,73 @@ class End(asyncio.Protocol):
             self._line.set_exception(Refused("it is not a Lockstep link"))
 
 
-MOST = 512  # that wait or speak
-MOST_OF_ONE = 8  # of one address that speak at once
-MOST_FAILURES = 16  # of one address in WINDOW_S
-WINDOW_S = 1.0
-
-
-@dataclass(eq=False)
-class Visit:
-    """A connection that has not said who it is. It may once `turn` is set, and has to end when it is expelled."""
-
-    holder: str
-    expel: Callable[[], None]
-    turn: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Strangers:
-    """Connections that have not said who they are, by who holds the address that they come from."""
+class HandshakeLimiter:
+    """Connections that are not identified yet, by the holder of the address that they come from."""
 
     def __init__(self) -> None:
-        self._visits: dict[str, list[Visit]] = {}  # of each holder, in the order in which they came
+        self._pending: dict[str, list[PendingHandshake]] = {}  # of each holder, in the order in which they came
         self._failed: Counter[str] = Counter()  # of this window
         self._since = 0.0  # when the window began
 
-    def enter(self, address: str, now: float, expel: Callable[[], None] = lambda: None) -> Visit | None:
-        """Wait among the others until `leave`. None: it may not."""
+    def enter(self, address: str, now: float, expel: Callable[[], None] = lambda: None) -> PendingHandshake | None:
+        """Count a new connection until `leave`. None: it is refused."""
         if now - self._since >= WINDOW_S:
             self._failed.clear()
             self._since = now
         holder = _holder(address)
         if self._failed[holder] >= MOST_FAILURES or not self._has_room(holder):
             return None
-        visit = Visit(holder, expel)
-        self._visits.setdefault(holder, []).append(visit)
-        self._let_speak(holder)
-        return visit
+        handshake = PendingHandshake(holder, expel)
+        self._pending.setdefault(holder, []).append(handshake)
+        self._start(holder)
+        return handshake
 
-    def leave(self, visit: Visit, *, is_known: bool) -> None:
-        """It is known by now, or gone."""
-        if visit.turn.is_set() and not is_known:
-            self._failed[visit.holder] += 1
-        self._remove(visit)
+    def leave(self, handshake: PendingHandshake, *, is_known: bool) -> None:
+        """It is identified by now, or gone."""
+        if handshake.turn.is_set() and not is_known:
+            self._failed[handshake.holder] += 1
+        self._remove(handshake)
 
     def _has_room(self, holder: str) -> bool:
-        """Whether there is a place for one more of this holder, if need be that of another who has more."""
-        if sum(map(len, self._visits.values())) < MOST:
+        """Whether there is a place for one more of this holder, if need be that of a holder with more."""
+        if sum(map(len, self._pending.values())) < MOST:
             return True
-        crowd = max(self._visits.values(), key=len)
-        if len(crowd) <= len(self._visits.get(holder, ())):
+        crowd = max(self._pending.values(), key=len)
+        if len(crowd) <= len(self._pending.get(holder, ())):
             return False
         latest = crowd[-1]
         self._remove(latest)
         latest.expel()
         return True
 
-    def _remove(self, visit: Visit) -> None:
-        visits = self._visits.get(visit.holder, [])
-        if visit in visits:  # it was not expelled
-            visits.remove(visit)
-            self._let_speak(visit.holder)
-            if not visits:
-                del self._visits[visit.holder]
+    def _remove(self, handshake: PendingHandshake) -> None:
+        pending = self._pending.get(handshake.holder, [])
+        if handshake in pending:  # it was not expelled
+            pending.remove(handshake)
+            self._start(handshake.holder)
+            if not pending:
+                del self._pending[handshake.holder]
 
-    def _let_speak(self, holder: str) -> None:
-        """The first ones; where too many failed, those who still wait go instead."""
-        visits = self._visits[holder]
+    def _start(self, holder: str) -> None:
+        """Let the first ones begin their handshakes; where too many failed, expel those that still wait."""
+        pending = self._pending[holder]
         if self._failed[holder] < MOST_FAILURES:
-            for visit in visits[:MOST_OF_ONE]:
-                visit.turn.set()
+            for handshake in pending[:MOST_OF_ONE]:
+                handshake.turn.set()
             return
-        waiting = [visit for visit in visits if not visit.turn.is_set()]
-        visits[:] = [visit for visit in visits if visit.turn.is_set()]
-        for visit in waiting:
-            visit.expel()
+        waiting = [handshake for handshake in pending if not handshake.turn.is_set()]
+        pending[:] = [handshake for handshake in pending if handshake.turn.is_set()]
+        for handshake in waiting:
+            handshake.expel()
+
+
+@dataclass(eq=False)
+class PendingHandshake:
+    """A connection that is not identified. Its handshake may begin once `turn` is set; `expel` ends it."""
+
+    holder: str
+    expel: Callable[[], None]
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def _holder(address: str) -> str:
@@ -208,246 +447,3 @@ def _holder(address: str) -> str:
     if not isinstance(found, IPv6Address):
         return str(found)
     return str(found.ipv4_mapped or found.packed[:6].hex())
-
-
-log = logging.getLogger(__name__)
-
-MOST_WAITING = 64  # connections that nobody has looked at yet
-MOST_SAID = 64  # sentences that are not said again for a while
-DIAL_S = 5.0
-HANDSHAKE_S = 5.0  # for a place among those who do not say who they are, TLS and the first line
-APPEAR_S = 10.0  # in which a socket that a node's own process opens may appear; who asks has asked too early
-POLL_S = 0.02
-SILENCE_MS = 15_000  # bytes that nobody confirms for so long end a connection
-BUFFER_BYTES = 1 << 20
-CROWDED = "too many unidentified connections"
-LINGER_S = 1.0  # for what was written last to leave
-REPEAT_S = 10.0  # between two sentences on the same trouble with the same address
-
-Tell = Callable[[str, Mapping[str, object]], None]  # an event, and what belongs to it
-
-
-class Link:
-    """All connections of one node. `tell` brings events to the launcher."""
-
-    def __init__(self, config: LinkConfig, tell: Tell) -> None:
-        """Raises TlsError where the certificates cannot be used."""
-        self._config = config
-        self._tell = tell
-        self._tls: Contexts | None = read_contexts(config.tls_dir) if config.tls_dir else None
-        self._order = Order("", {}, {})
-        self._strangers = Strangers()
-        self._answering: asyncio.Task[None] | None = None
-        self._listeners: dict[str, tuple[int, asyncio.Server]] = {}  # forwards: the node, and who listens for it
-        self._carried: dict[str, set[End]] = {}  # their connections
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._said: dict[str, float] = {}  # when
-
-    def open(self, listener: socket.socket) -> None:
-        """Answer other links at a bound socket."""
-        listener.listen(MOST_WAITING)
-        listener.setblocking(False)
-        self._answering = asyncio.get_running_loop().create_task(self._answer(listener))
-
-    async def obey(self, order: Order) -> None:
-        """Listen where the order says, and nowhere else; what it leaves out is closed.
-
-        A socket that cannot be had is left to whoever misses it: its group is being ended, or fails for want of it.
-        """
-        self._order = order
-        for name in [name for name in self._listeners if order.forwards.get(name) != self._listeners[name][0]]:
-            self._listeners.pop(name)[1].close()
-            for end in self._carried.pop(name, set()):
-                end.abort()
-        for name, node in order.forwards.items():
-            if name not in self._listeners:
-                try:
-                    self._listeners[name] = node, await self._listen(name, node)
-                except OSError as error:
-                    log.warning("cannot listen at %s: %s", name, error.strerror or error)
-
-    async def close(self) -> None:
-        """Carry what is on its way, and end everything."""
-        if self._answering is not None:
-            self._answering.cancel()
-        for _, listener in self._listeners.values():
-            listener.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LINGER_S)
-
-    async def _listen(self, name: str, node: int) -> asyncio.Server:
-        path = Path(self._config.folder, name)
-        path.unlink(missing_ok=True)
-
-        def came() -> End:
-            near = End()
-            self._carried.setdefault(name, set()).add(near)
-            self._run(self._carry(near, name, node))
-            return near
-
-        listener = await asyncio.get_running_loop().create_unix_server(came, str(path))
-        os.chmod(path, 0o600)
-        return listener
-
-    def _run(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    # ------------------------------------------------------------------------------------------------- from this node
-
-    async def _carry(self, near: End, name: str, node: int) -> None:
-        """Connect `near` to the socket `name` of a node until either closes."""
-        try:
-            far = await self._dial(node, name)
-            if far is not None:
-                near.join(far)
-                await asyncio.wait([near.closed, far.closed])
-        finally:
-            near.close()
-            self._carried.get(name, set()).discard(near)
-
-    async def _dial(self, node: int, name: str) -> End | None:
-        """A connection to the socket, or None where there is none, which the launcher hears of."""
-        far = End()
-        host, port = self._order.peers[node]
-        tls = self._tls.dialling if self._tls is not None else None
-        try:
-            async with asyncio.timeout(DIAL_S):
-                await asyncio.get_running_loop().create_connection(lambda: far, host, port, ssl=tls)
-            _tune(far)
-            far.write(Greeting(self._config.version, self._order.launch, self._config.node, name).line())
-            async with asyncio.timeout(APPEAR_S + DIAL_S):
-                read_answer(await far.line())
-            return far
-        except Refused as refusal:
-            self._trouble("unreachable" if isinstance(refusal, Absent) else "refused", node, name, str(refusal))
-        except TimeoutError:
-            self._trouble("unreachable", node, name, "no answer")
-        except OSError as error:
-            kind = "refused" if self._is_about_tls(error) else "unreachable"
-            why = reason(error) if kind == "refused" else error.strerror or str(error)
-            if far.transport is not None and self._tls is None:
-                why += ", as a node with --tls-dir does to one without"
-            self._trouble(kind, node, name, why)
-        far.abort()
-        return None
-
-    def _is_about_tls(self, error: OSError) -> bool:
-        return self._tls is not None and type(error).__name__.startswith("SSL")
-
-    def _trouble(self, event: str, node: int, name: str, why: str) -> None:
-        """Who waits for node 0's launcher says so itself, again and again; of all else the log hears."""
-        host, port = self._order.peers[node]
-        self._tell(event, {"socket": name, "reason": why})
-        if name != CONTROL:
-            self._warn(f"{name} of node {node} at {host} port {port} cannot be reached: {why}")
-
-    # ----------------------------------------------------------------------------------------------- from other nodes
-
-    async def _answer(self, listener: socket.socket) -> None:
-        with listener:
-            while True:
-                try:
-                    raw, address = await asyncio.get_running_loop().sock_accept(listener)
-                except OSError as error:  # no more descriptors, or the other side has gone already
-                    log.warning("a connection could not be taken: %s", error.strerror)
-                    await asyncio.sleep(POLL_S)
-                else:
-                    self._run(self._let_in(raw, address[0]))
-
-    async def _let_in(self, raw: socket.socket, address: str) -> None:
-        """Connect another node's end to the socket that it asks for, until either closes."""
-        far, near = End(), None
-        try:
-            near = await self._meet(far, raw, address)
-            far.write(answer())
-            far.join(near)
-            await asyncio.wait([near.closed, far.closed])
-        except Refused as refusal:
-            if not isinstance(refusal, Absent):
-                self._warn(f"a connection from {address} is refused: {refusal}")
-            far.write(answer(refusal))
-        except TimeoutError:
-            self._warn(f"a connection from {address} is refused: it sent nothing")
-        except OSError as error:
-            self._warn(f"a connection from {address} is refused: {reason(error)}")
-        finally:
-            far.close()
-            raw.close()  # what no transport has taken
-            if near is not None:
-                near.close()
-
-    async def _meet(self, far: End, raw: socket.socket, address: str) -> End:
-        """Find out who it is and what it wants; that socket's end. Raises Refused, OSError, TimeoutError."""
-        greeting = await self._identify(far, raw, address)
-        if greeting.socket in self._listeners:
-            raise Refused(f"{greeting.socket} is not on this node")
-        return await self._own_socket(greeting.socket)
-
-    async def _identify(self, far: End, raw: socket.socket, address: str) -> Greeting:
-        """What it says once it is its turn. Raises Refused, OSError, TimeoutError."""
-        tls, is_known = self._tls.answering if self._tls is not None else None, False
-        clock = asyncio.timeout(HANDSHAKE_S)
-
-        def expel() -> None:
-            if not clock.expired():
-                clock.reschedule(0.0)
-
-        visit = self._strangers.enter(address, time.monotonic(), expel)
-        if visit is None:
-            raise Refused(CROWDED)
-        try:
-            async with clock:
-                await visit.turn.wait()
-                await asyncio.get_running_loop().connect_accepted_socket(lambda: far, raw, ssl=tls)
-                _tune(far)
-                greeting = Greeting.read(await far.line())
-            greeting.check(self._config.version, self._order.launch)
-            is_known = True
-            return greeting
-        except TimeoutError:
-            if visit.turn.is_set():
-                raise
-            raise Refused(CROWDED) from None
-        finally:
-            self._strangers.leave(visit, is_known=is_known)
-
-    async def _own_socket(self, name: str) -> End:
-        """A connection to a socket of this node's, once it is there. Raises Refused."""
-        path, until = str(Path(self._config.folder, name)), time.monotonic() + APPEAR_S
-        while True:
-            try:
-                return (await asyncio.get_running_loop().create_unix_connection(End, path))[1]
-            except OSError:
-                if time.monotonic() > until:
-                    raise Absent(f"{name} is not there") from None
-            await asyncio.sleep(POLL_S)
-
-    def _warn(self, sentence: str) -> None:
-        """Say so, but not for each of many."""
-        now = time.monotonic()
-        for known in [known for known, at in self._said.items() if at <= now - REPEAT_S]:
-            del self._said[known]
-        if sentence not in self._said and len(self._said) < MOST_SAID:
-            self._said[sentence] = now
-            log.warning("%s", sentence)
-
-
-def _tune(end: End) -> None:
-    """Send at once, keep some bytes for a peer that is slow, and notice within seconds that it is gone."""
-    assert end.transport is not None
-    raw = end.transport.get_extra_info("socket")
-    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
-    for name, value in (
-        ("TCP_USER_TIMEOUT", SILENCE_MS),
-        ("TCP_KEEPIDLE", 5),
-        ("TCP_KEEPINTVL", 5),
-        ("TCP_KEEPCNT", 2),
-    ):
-        if hasattr(socket, name):
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    with suppress(OSError):  # it has closed already
-        for option in options:
-            raw.setsockopt(*option)
-    end.transport.set_write_buffer_limits(high=BUFFER_BYTES)

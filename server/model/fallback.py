@@ -65,7 +65,7 @@ class FallbackModel:
         return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, is_paged=False)
 
     def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
-        """The logits [T, V] of a step's tokens; zeros where nobody asks for them."""
+        """The logits [T, V] of a step's tokens; zeros where they are not asked for."""
         parts = [
             self._one(run, forward.token_ids[start:stop])
             for run, (start, stop) in zip(forward.runs, pairwise(forward.meta.query_starts), strict=True)

@@ -12,14 +12,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, LayerSpec, Learned, Rope
+from server.arch.spec import ArchSpec, LayerNormSpec, LayerSpec, Learned, Rope
 from server.arch.stages import Stage
 from server.backends.protocol import Attention, Backend, Norm, Scores
 from server.checkpoint.weights import Weights, head_ranges
 from server.layers.embedding import Embedding, load_embedding, load_head
 from server.layers.linear import ColumnLinear, load_column, load_row, stacked
 from server.layers.mlp import load_mlp
-from server.layers.norm import load_norm
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer
 from server.model.streamed import OnDevice, Placement
@@ -138,7 +137,13 @@ class StackLoader:
         return self.kv_placement.attention(self.backend.attention(scores, cache))
 
     def _norm(self, role: str, size: int) -> Norm:
-        return load_norm(self.weights, role, size, self.spec.norm, self.backend)
+        """The norm called `role`, over `size` features, replicated on every rank."""
+        kind, weight = self.spec.norm, self.weights.vector(role, size)
+        if isinstance(kind, LayerNormSpec):
+            bias = self.weights.bias(role, size) if kind.bias else None
+            return self.backend.norm(weight, bias, kind.eps, is_centred=True)
+        # In float32: near 1 the checkpoint's dtype has no room for what is stored as a distance from 1.
+        return self.backend.norm(weight.float() + 1 if kind.unit_offset else weight, None, kind.eps, is_centred=False)
 
     @cached_property
     def _scores(self) -> Scores:

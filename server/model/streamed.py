@@ -22,7 +22,7 @@ from server.backends.protocol import StepMeta
 from server.model.layer import Layer, LayerStep, Stream
 from server.offload.cost import SLOTS
 from server.offload.disk_store import DiskError
-from server.offload.ring import Image, Ring, Stored, keep
+from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import Store
 from server.offload.times import Span, Times
@@ -94,7 +94,7 @@ class StreamedLayer:
             self.layer.remember(encoded, kv, meta)
 
 
-class Chooser(Protocol):
+class ShareChooser(Protocol):
     """Finds how much of the layers' weights stays on the device."""
 
     def choose(self, layer_bytes: int, total_layers: int) -> Share:
@@ -110,11 +110,11 @@ class Streaming:
     """
 
     device: Device
-    share: Share | Chooser
+    share: Share | ShareChooser
     total_layers: int
     stores: Sequence[tuple[Share, Store]]
     resident_bytes: int = 0
-    stored: list[Stored] = field(default_factory=list)
+    stored: list[StoredImage] = field(default_factory=list)
     _share: Share | None = None
     _seen_bytes: int = 0
     _taken: list[int] = field(default_factory=list)  # bytes by store
@@ -201,7 +201,7 @@ class Streaming:
             kept = keep(self.device, store, slot, image.nbytes)
         except DiskError as error:
             raise DiskError(f"{error}; about {self._last_bytes(expected) / 1e9:.2f} GB go there") from None
-        self.stored.append(Stored(image, store, kept))
+        self.stored.append(StoredImage(image, store, kept))
         return StreamedLayer(layer, len(self.stored) - 1, self)
 
     def _choose(self, layer_bytes: int) -> Share:

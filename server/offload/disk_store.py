@@ -5,8 +5,7 @@ it holds may lie apart, in planes, so that a request to the disk gathers pieces 
 requests at a time. Where planes are no whole pages, direct requests cannot reach them, and what is moved is copied once
 more, through a buffer of each thread.
 
-Left out: finding the file again at the next start. Whoever reads a checkpoint and packs it takes longer than
-writing it.
+Left out: finding the file again at the next start. Reading a checkpoint and packing it takes longer than writing it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def keep(device: Device, store: Store, slot: Tensor, num_bytes: int) -> Run:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredImage:
     """An image that streams."""
 
     image: Image
@@ -114,7 +114,9 @@ class Ring:
     following: the layer that is most likely computed after each. slots: [N] uint8 each, page-aligned, two at least.
     """
 
-    def __init__(self, device: Device, layers: Sequence[Stored], following: Sequence[int], slots: Sequence[Tensor]):
+    def __init__(
+        self, device: Device, layers: Sequence[StoredImage], following: Sequence[int], slots: Sequence[Tensor]
+    ):
         assert len(slots) > 1, "one slot is computed with, and another one filled"
         self._device = device
         self._layers = layers
@@ -147,7 +149,7 @@ class Ring:
                 self._begin(slot, next_layer)
 
     def _begin(self, slot: _Slot, layer: int) -> None:
-        if slot.finish is not None:  # of a layer that nobody wanted
+        if slot.finish is not None:  # of a layer that was not wanted
             self._finish(slot)
         stored = self._layers[layer]
         slot.holds, slot.began_s = None, time.perf_counter()

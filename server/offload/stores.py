@@ -1,10 +1,10 @@
-"""Where blocks wait that are not on the device: in the host's memory, on a disk, or on a disk behind the host.
+"""Where blocks are that are not on the device: in the host's memory, on a disk, or on a disk behind the host.
 
 A block is a layer's keys and values of some tokens, or a page of a layer's weights. On a CPU, blocks come from the disk
 to where they are used (`disk_store.py`). A GPU copies them to and from pinned memory by itself, beside what it
 computes; what is on a disk passes through a few pieces of such memory.
 
-Left out: which blocks wait where (`server/model/`).
+Left out: which blocks are where (`server/model/`).
 
 Shapes: N blocks in memory.
 """

@@ -1,8 +1,8 @@
 """What the link and the layers did when, while weights stream: sums, and the latest spans of both for a picture.
 
 Plain numbers, bounded. Moments are those of `time.perf_counter`, which all processes of a machine share on Linux, so
-that whoever sent a step can lay its own moments beside these. Left out: devices that work behind the host's back, where
-the host knows when a layer was launched and not when it was computed.
+that the sender of a step can lay its own moments beside these. Left out: devices that work behind the host's back,
+where the host knows when a layer was launched and not when it was computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Times:
     """What streaming has cost so far, and the latest MOST_SPANS reads and computations."""
 
     bytes: int = 0  # asked for
-    waited_s: float = 0.0  # by who computes
+    waited_s: float = 0.0  # by the thread that computes
     pass_bytes: int = 0  # that every step reads
     reads: deque[Span] = field(default_factory=_spans)
     computed: deque[Span] = field(default_factory=_spans)

@@ -6,7 +6,8 @@ it, and this version of ours. A file with another name is never opened.
 
 Weights are not read whole, which would take as long as loading them. A checkpoint's files are told apart by size, time
 of change and header, and by a few bytes of every tensor, so that a folder in which others were put, with their old
-times, is another one. Left out: one who changes single numbers within a tensor and sets back the clock of the file.
+times, is another one. Left out: an attacker who changes single numbers within a tensor and sets back the clock of the
+file.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _of_file(path: Path) -> Iterator[bytes]:
 
 
 def _extents(header: bytes) -> Iterator[tuple[int, int]]:
-    """Where each tensor lies behind the header, which whoever loaded the model has found to be sound."""
+    """Where each tensor lies behind the header, which was found to be sound when the model was loaded."""
     for name, tensor in json.loads(header).items():
         if name != "__metadata__":
             start, end = tensor["data_offsets"]

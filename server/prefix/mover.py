@@ -3,9 +3,9 @@
 Blocks move between device and host within steps, in the order of the stream (`server/stepping/host_slots.py`), and
 between host and disk here, in threads beside the steps, which never wait for a disk. Each thread has a buffer of one
 block: a slot is written only when its content has come and its checksum is right, and is read before the disk is asked
-to take it, so that a disk that hangs holds a thread and a buffer and nothing else. Those who wait have timers.
+to take it, so that a disk that hangs holds a thread and a buffer and nothing else. What waits has timers.
 
-The router decides what moves where, and which slots are nobody's at the moment. It may give a move up that is still
+The router decides what moves where, and which slots are free at the moment. It may give a move up that is still
 under way, and have a step save another block to its slots: from then on the move leaves them alone, or it would store
 that block under the key of the one before. A router that starts anew opens a session; what one before it still has
 under way then touches no slot any more.
@@ -262,7 +262,7 @@ class Tiers:
         return memory
 
     def close(self) -> None:
-        """Wait for nobody: who is at the disk stops behind the block that is under way."""
+        """Do not wait: threads at the disk stop behind the block that is under way."""
         self.session.begin(0)
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -6,7 +6,7 @@ flip of up to three bits and all but one in four thousand million of whatever el
 synced and nothing has an order: whatever a crash, a full disk or another program leaves behind is a checksum that is
 wrong, and then a block that is not there.
 
-Left out: which blocks are worth their place (the router's), threads (`mover.py`), and protection from who may write the
+Left out: which blocks are worth their place (the router's), threads (`mover.py`), and protection from writers of the
 file: it is its owner's alone, and it holds what was asked and answered in a form that can be read back.
 """
 

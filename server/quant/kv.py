@@ -119,7 +119,7 @@ class Int8(KvFormat):
     def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         head_dim = k.shape[-1]
         for blocks, x in zip(kv, (k, v), strict=True):
-            codes, scales = row_codes(x)
+            codes, scales = _row_codes(x)
             stored_codes, stored_scales = self._split(blocks.flatten(2), head_dim)
             _put(stored_codes, slots, codes)
             _put(stored_scales, slots, scales)
@@ -139,7 +139,7 @@ AS_COMPUTED = AsComputed()
 KV_FORMATS: Mapping[str, KvFormat] = {f.name: f for f in (AS_COMPUTED, Float8E4M3(), Float8E5M2(), Int8())}
 
 
-def row_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+def _row_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., H] → codes [..., H] in int8 and scales [...] in bfloat16, of which the product is nearest to x."""
     x = x.float().nan_to_num(0.0).clamp(-MOST_INT8, MOST_INT8)
     scales = (x.abs().amax(dim=-1) / LARGEST_INT8).to(torch.bfloat16)

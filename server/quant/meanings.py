@@ -1,6 +1,6 @@
 """Keys of a `quantization_config` that change what codes mean, and the values of them that are served.
 
-A reader (`server/checkpoint/formats/`) looks at those that it can serve several values of. A key that nobody looked at
+A reader (`server/checkpoint/formats/`) looks at those that it can serve several values of. A key that is not looked at
 would be read as if it were not there, so that every other one stands here: with the values that mean what is read, or
 among those that mean nothing for codes. Keys of the tools that write checkpoints are held against these lists by tests.
 No torch here.
@@ -173,7 +173,7 @@ def refuse_other_meanings(config: Mapping[str, Any], method: str) -> None:
 
 
 def _refuse_others_of_quark(config: Mapping[str, Any]) -> None:
-    """Likewise for the parts of its config, and for every key that nobody knows: its config says all of its tensors."""
+    """Likewise for the parts of its config, and for every key that is not known: its config says all of its tensors."""
     known = [*SERVED["quark"], *READ["quark"], *WITHOUT_MEANING["quark"], "quant_method"]
     _refuse_unknown(config, known, "a quark checkpoint")
     for kind, part in parts_of(config):

@@ -29,7 +29,7 @@ class PackedCodes:
     """The codes [F, D] of a weight in words that they fill, as they come from a checkpoint.
 
     parts: the words of outputs, some behind the others: each int32 [D, F' / n], of n neighbouring outputs, or
-    [D / n, F'], of n inputs, in any strides. They may lie in a mapped file: who keeps codes for long unpacks them or
+    [D / n, F'], of n inputs, in any strides. They may lie in a mapped file: what keeps codes for long unpacks them or
     stores them otherwise. bits: 2, 4 or 8. places [n]: where in a word of outputs each of them lies; None: words are of
     inputs, in their order.
     """

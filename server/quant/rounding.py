@@ -1,30 +1,24 @@
-"""Rounds dense weights and the inputs of products to 8 bits.
+"""Rounds dense weights, while they are loaded, and the inputs of products: to 8 bits, to 4 in groups, to 16 levels.
 
 int8 is symmetric round-to-nearest with one scale for each row (Jacob et al. 2017, arXiv 1712.05877; for inputs as
 LLM.int8(), Dettmers et al. 2022, arXiv 2208.07339, without its outlier path). float8 is E4M3 (Micikevicius et al. 2022,
 arXiv 2209.05433), whose largest number is 448.
 
-Shapes: F output features, D input features, T tokens.
+int4 has equally spaced codes, a scale and a zero for each group of inputs. A group's range is clipped where that makes
+the squared error least: shrunk ranges are tried one after the other (as OCTAV, Sakr et al. 2022, arXiv 2206.06501,
+looks for the same optimum with other means), and the scale of the best one is then fitted to its codes by least
+squares. Scales are numbers of 16 bits, so that kernels may keep them so. Left out: what inputs do to the error, which
+takes texts to know.
 
-Rounds dense weights to 4 bits while they are loaded: equally spaced codes, a scale and a zero for each group.
+NF4 and FP4 take the nearest of 16 levels in blocks of 64, as bitsandbytes does. NF4 (QLoRA, Dettmers et al. 2023, arXiv
+2305.14314) has levels at equally likely values of a normal number; FP4 has a sign, two bits of exponent and one of
+fraction. A block's largest magnitude stands for 1. Left out: rounding those magnitudes to 8 bits too (double
+quantisation), which would save 0.37 bits a weight of a checkpoint, but not of memory, where scales are float32.
 
-A group's range is clipped where that makes the squared error least: shrunk ranges are tried one after the other (as
-OCTAV, Sakr et al. 2022, arXiv 2206.06501, looks for the same optimum with other means), and the scale of the best one
-is then fitted to its codes by least squares. Scales are numbers of 16 bits, so that kernels may keep them so. Left out:
-what inputs do to the error, which takes texts to know.
+Groups and blocks end with their row, so a row's codes are the same whichever other rows are here, and rows can be
+divided among ranks.
 
-Groups lie within a row, so a row's codes are the same whichever other rows are here.
-
-Shapes: F output features, D input features, G groups of inputs, N groups of all rows.
-
-Rounds dense weights to the nearest of 16 levels while they are loaded, in blocks of 64, as bitsandbytes does.
-
-NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314) has levels at equally likely values of a normal number; FP4 has a
-sign, two bits of exponent and one of fraction. A block's largest magnitude stands for 1. Left out: rounding those
-magnitudes to 8 bits too (double quantisation), which would save 0.37 bits a weight of a checkpoint, but not of memory,
-where scales are float32. Other than there, a block ends with its row, so that rows can be divided among ranks.
-
-Shapes: F output features, D input features.
+Shapes: F output features, D input features, T tokens, G groups of inputs, N groups of all rows.
 """
 
 from __future__ import annotations
@@ -40,6 +34,12 @@ from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_group
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 TINY = 1e-12  # for a row of zeros
 PIECE = 1 << 18  # weights that are looked at together: a head in float32 would be gigabytes
+BITS = 4
+INT4_GROUP = 128  # inputs that share a scale of 16 bits and a zero of 8: a fifth of a bit for each weight
+MOST_CODE = (1 << BITS) - 1
+# Of a group's range: 128 normal numbers want 0.85, and heavier tails less. Steps half as wide gain 0.5 % of the error.
+SHRINKS = tuple(1 - 0.05 * step for step in range(9))
+LEVEL_BLOCK = 64  # inputs that share a scale
 
 
 def int8_rows(weight: Tensor) -> QuantisedWeight:
@@ -84,30 +84,23 @@ def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.clamp(-most, most).to(dtype)
 
 
-BITS = 4
-GROUP = 128  # inputs that share a scale of 16 bits and a zero of 8: a fifth of a bit for each weight
-MOST_CODE = (1 << BITS) - 1
-# Of a group's range: 128 normal numbers want 0.85, and heavier tails less. Steps half as wide gain 0.5 % of the error.
-SHRINKS = tuple(1 - 0.05 * step for step in range(9))
-
-
 def int4_groups(weight: Tensor) -> QuantisedWeight:
     """A dense weight [F, D] in 4 bits, groups of 128 inputs, the last of a row being what is left."""
     outputs, inputs = weight.shape
-    groups = contiguous_groups(GROUP, inputs)
+    groups = contiguous_groups(INT4_GROUP, inputs)
     num_groups = int(groups[-1]) + 1
     device = weight.device
     codes = torch.empty(outputs, inputs, dtype=torch.uint8, device=device)
     scale, zero = torch.empty(2, outputs, num_groups, device=device)
-    whole = inputs // GROUP * GROUP
+    whole = inputs // INT4_GROUP * INT4_GROUP
     step = max(1, PIECE // inputs)
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         exact = weight[rows].float()
-        for columns, size in ((slice(0, whole), GROUP), (slice(whole, inputs), inputs - whole)):
+        for columns, size in ((slice(0, whole), INT4_GROUP), (slice(whole, inputs), inputs - whole)):
             if not (part := exact[:, columns]).numel():
                 continue
-            of_groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
+            of_groups = slice(columns.start // INT4_GROUP, -(-columns.stop // INT4_GROUP))
             found, scales, zeros = _rounded(part.reshape(-1, size))
             codes[rows, columns] = found.view(part.shape)
             scale[rows, of_groups], zero[rows, of_groups] = scales.view(len(part), -1), zeros.view(len(part), -1)
@@ -140,9 +133,6 @@ def _rounded(exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _in_16_bits(scale: Tensor) -> Tensor:
     """The nearest numbers of float16, but for those that it has fewer digits for."""
     return torch.where(scale >= torch.finfo(torch.float16).tiny, scale.half().float(), scale)
-
-
-BLOCK = 64
 
 
 def nf4_blocks(weight: Tensor) -> QuantisedWeight:
@@ -178,7 +168,7 @@ def fp4_levels() -> Tensor:
 
 def _nearest(weight: Tensor, levels: Tensor) -> QuantisedWeight:
     outputs, inputs = weight.shape
-    groups = contiguous_groups(BLOCK, inputs)
+    groups = contiguous_groups(LEVEL_BLOCK, inputs)
     num_blocks = int(groups[-1]) + 1
     ascending, code_of = levels.unique(return_inverse=True)  # FP4 has two zeros
     code_of = torch.stack([(code_of == place).nonzero()[0, 0] for place in range(len(ascending))]).to(torch.uint8)
@@ -188,7 +178,9 @@ def _nearest(weight: Tensor, levels: Tensor) -> QuantisedWeight:
     step = max(1, PIECE // inputs)
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
-        exact = F.pad(weight[rows].float(), (0, num_blocks * BLOCK - inputs)).unflatten(1, (num_blocks, BLOCK))
+        exact = F.pad(weight[rows].float(), (0, num_blocks * LEVEL_BLOCK - inputs)).unflatten(
+            1, (num_blocks, LEVEL_BLOCK)
+        )
         largest = exact.abs().amax(2)
         scaled = (exact / largest.clamp(min=TINY)[..., None]).flatten(1)[:, :inputs]
         places = torch.bucketize(scaled.contiguous(), between, out_int32=True)

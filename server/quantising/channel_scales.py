@@ -24,8 +24,8 @@ from torch import Tensor
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, Moe, Residual, RmsNormSpec
 from server.checkpoint.weights import Weights, head_ranges
 from server.quantising.calibration import Inputs
-from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
-from server.quantising.plan import Site
+from server.quantising.edited_checkpoint import EditedCheckpoint, FinishedFormat
+from server.quantising.plan import MatrixSet
 
 LEAST_SCALE = 1e-5
 
@@ -50,13 +50,13 @@ class Origin:
     readers: tuple[str, ...] = ()  # dense matrices that read the same inputs, and are multiplied
 
 
-def origin_of(weights: Weights, spec: ArchSpec, index: int, site: Site) -> Origin | None:
+def origin_of(weights: Weights, spec: ArchSpec, index: int, matrices: MatrixSet) -> Origin | None:
     """Where the inputs of a layer's matrices come from; None where nothing can be divided there."""
-    if site.place in ("qkv", "up"):
-        return _norm(weights.of_layer(index), spec, index, site.place)
-    if site.place == "attention_out":
+    if matrices.place in ("qkv", "up"):
+        return _norm(weights.of_layer(index), spec, index, matrices.place)
+    if matrices.place == "attention_out":
         return _values(weights.of_layer(index), spec)
-    return _gated(weights.of_layer(index), spec, index, site.expert)
+    return _gated(weights.of_layer(index), spec, index, matrices.expert)
 
 
 def _norm(weights: Weights, spec: ArchSpec, index: int, place: str) -> Origin | None:
@@ -113,7 +113,7 @@ def smoothing(matrices: Sequence[tuple[Tensor, Inputs]], alpha: float) -> Tensor
     return scale.clamp(min=LEAST_SCALE)
 
 
-def within(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, made: MadeFormat) -> Tensor:
+def within(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, finished: FinishedFormat) -> Tensor:
     """Scales [D], each as near to what it was as lets `divide` write what it changes: float16 holds 6e-5 to 65504.
 
     A number that became infinite would end the model, and one that became 0 its channel. Scales of 1 change nothing,
@@ -131,8 +131,8 @@ def within(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, made: Ma
         low, high = _room(stored.float().t().to(scale.device), stored.dtype)
         least, most = least.maximum(1 / high), most.minimum(1 / low)  # these are multiplied
     if origin.matrix is not None and origin.rows is not None:
-        numbers = made.weights[origin.matrix].scale
-        low, high = _room(numbers[origin.rows.to(numbers.device)].to(scale.device), made.scale_dtype)
+        numbers = finished.weights[origin.matrix].scale
+        low, high = _room(numbers[origin.rows.to(numbers.device)].to(scale.device), finished.scale_dtype)
         least, most = least.maximum(low), most.minimum(high)
     return scale.clamp(least, most)
 
@@ -148,7 +148,7 @@ def _room(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (sizes.amax(1) / limits.max).clamp(max=1.0), (counted.amin(1) / limits.smallest_normal).clamp(min=1.0)
 
 
-def divide(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, made: MadeFormat) -> None:
+def divide(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, finished: FinishedFormat) -> None:
     """Divide what makes the inputs by scales [D], and multiply the dense matrices that read them."""
     for name in origin.vectors:
         # Only the weight of a norm is stored as a distance from 1; a norm that is has no bias.
@@ -161,7 +161,7 @@ def divide(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, made: Ma
         stored = checkpoint.whole(name)
         checkpoint.changed[name] = (stored.float() * scale.to(stored.device)).to(stored.dtype)
     if origin.matrix is not None and origin.rows is not None:
-        weight = made.weights[origin.matrix]
-        divided, dtype = weight.scale.clone(), made.scale_dtype
+        weight = finished.weights[origin.matrix]
+        divided, dtype = weight.scale.clone(), finished.scale_dtype
         divided[origin.rows.to(divided.device)] /= scale[:, None]
-        made.weights[origin.matrix] = replace(weight, scale=divided.to(dtype).float())
+        finished.weights[origin.matrix] = replace(weight, scale=divided.to(dtype).float())

@@ -1,8 +1,6 @@
-"""One run of `lockstep quantize` in a process of its own: what is told of it, and a sentence for each way to fail.
+"""One run of `lockstep quantize`, from a model's folder to a folder of its quantised weights, in a process of its own.
 
-Left out: signals (`__main__.py`).
-
-One run from a model's folder to a folder of its quantised weights.
+It reports how far it is, what came of it, and in a sentence why it failed. Left out: signals (`__main__.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from server.backends.reference import ReferenceBackend
 from server.checkpoint import quantisation
 from server.checkpoint.weights import STORED_FLOATS, Weights
 from server.quantising.calibration import Texts
-from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
+from server.quantising.edited_checkpoint import EditedCheckpoint, FinishedFormat
 from server.quantising.layerwise import Perplexity, Progress, Quantiser, Report
 from server.quantising.output_folder import OutputFolder, config_of, output_folder, partial_of, scale_dtype, tensors_of
-from server.quantising.plan import PLACES, Plan, Site, make_plan
+from server.quantising.plan import PLACES, MatrixSet, Plan, make_plan
 from server.quantising.recipe import Job, Recipe
 from server.ranks.distributed import Shard
 
@@ -60,11 +58,92 @@ def main(path: str) -> int:
         problem = failure(error, job.output)
     else:
         bar.end()
-        sys.stdout.write(told(job, outcome))
+        sys.stdout.write(summary(job, outcome))
         return 0
     bar.end()
     print(f"error: {problem}", file=sys.stderr)
     return 1
+
+
+def run(job: Job, device: Device, report: Report) -> Outcome:
+    """Raises ValueError for a model that cannot be quantised so."""
+    hf_config = json.loads((Path(job.model_path) / "config.json").read_text())
+    family, spec = families.find(hf_config)
+    if (stored := quantisation.choose(None, Path(job.model_path), hf_config)).name is not None:
+        raise ValueError(f"the checkpoint is quantised already, as {stored.name}: give the one that it was made from")
+    checkpoint = EditedCheckpoint(job.weights_path)
+    dtype = next((d for d in map(checkpoint.dtype_of, checkpoint.names()) if d in STORED_FLOATS), torch.float32)
+    scales = scale_dtype(job.recipe, dtype)
+    finished = FinishedFormat(scales)
+    weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, device.torch_device, finished)
+    plan = make_plan(weights, spec, job.recipe)
+    if (largest := max(map(max, (*job.calibration, *job.held_out)))) >= spec.vocab_size:
+        raise ValueError(
+            f"the tokenizer makes token {largest} of the text, and the model knows 0 to {spec.vocab_size - 1}: they do "
+            "not belong together, fetch both again"
+        )
+    with output_folder(Path(job.output)) as folder:
+        folder.refuse_full(_expected_bytes(checkpoint, plan, job.recipe))
+
+        def finish(matrix_sets: Sequence[MatrixSet]) -> None:
+            for name in (name for matrices in matrix_sets for name in matrices.names.values()):
+                folder.add(tensors_of(name, finished.weights[name], job.recipe, scales))
+
+        backend = ReferenceBackend(device)
+        quantiser = Quantiser(weights, checkpoint, finished, spec, plan, backend, job.recipe, report, finish)
+        perplexity = quantiser.run(Texts.of(job.calibration), Texts.of(job.held_out))
+        before = _copy_dense(checkpoint, plan, folder)
+        quantised = config_of(job.recipe, plan.ignore)
+        files: dict[str, Path | str] = {Path(path).name: Path(path) for path in job.files}
+        if job.recipe.layout == "gptq":
+            files["quantize_config.json"] = json.dumps(quantised, indent=2) + "\n"  # where older readers look
+        after = folder.complete(hf_config | {"quantization_config": quantised}, files)
+    return Outcome(perplexity, before, after, f"{quantised['quant_method']}, {job.recipe.layout}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run. bytes: of all tensors."""
+
+    perplexity: Perplexity
+    bytes_before: int
+    bytes_after: int
+    format: str
+
+
+def _expected_bytes(checkpoint: EditedCheckpoint, plan: Plan, recipe: Recipe) -> int:
+    """Of what will be made, without the scales of groups."""
+    quantised = {f"{name}.weight" for name in plan.sizes}
+    dense = sum(checkpoint.bytes_of(name) for name in checkpoint.names() if name not in quantised)
+    return dense + sum(outputs * inputs for outputs, inputs in plan.sizes.values()) * recipe.bits // 8
+
+
+def _copy_dense(checkpoint: EditedCheckpoint, plan: Plan, folder: OutputFolder) -> int:
+    """Add every tensor that is not quantised, changed or not. Returns the bytes of all tensors of the checkpoint."""
+    total = 0
+    quantised = {f"{name}.weight" for name in plan.sizes}
+    for name in checkpoint.names():
+        total += checkpoint.bytes_of(name)
+        if name not in quantised:
+            folder.add({name: checkpoint.whole(name)})
+    return total
+
+
+def summary(job: Job, outcome: Outcome) -> str:
+    """What came of a run, for people."""
+    before, after = outcome.perplexity.before, outcome.perplexity.after
+    tokens = len(job.held_out) * (len(job.held_out[0]) - 1)
+    change = f" ({after / before - 1:+.2%})" if math.isfinite(before) else ""
+    return (
+        f"perplexity of {tokens} held-out tokens: {_figure(before)} before, {_figure(after)} after{change}\n"
+        f"weights: {outcome.bytes_before / 1e6:.1f} MB before, {outcome.bytes_after / 1e6:.1f} MB after\n"
+        f"{job.output}: {job.recipe.method} with {job.recipe.bits} bits, as {outcome.format}\n"
+    )
+
+
+def _figure(perplexity: float) -> str:
+    """With the decimals that say something: a model that is hardly better than chance has none."""
+    return f"{perplexity:.4f}" if perplexity < 1000 else f"{perplexity:.0f}"
 
 
 def failure(error: OSError | SafetensorError, output: str) -> str:
@@ -83,23 +162,6 @@ def failure(error: OSError | SafetensorError, output: str) -> str:
 def _is_of(file: Path, output: Path) -> bool:
     """Whether a file is in what is made, or a folder above it."""
     return file.is_relative_to(output) or file.is_relative_to(partial_of(output)) or output.is_relative_to(file)
-
-
-def told(job: Job, outcome: Outcome) -> str:
-    """What came of a run, for people."""
-    before, after = outcome.perplexity.before, outcome.perplexity.after
-    tokens = len(job.held_out) * (len(job.held_out[0]) - 1)
-    change = f" ({after / before - 1:+.2%})" if math.isfinite(before) else ""
-    return (
-        f"perplexity of {tokens} held-out tokens: {_figure(before)} before, {_figure(after)} after{change}\n"
-        f"weights: {outcome.bytes_before / 1e6:.1f} MB before, {outcome.bytes_after / 1e6:.1f} MB after\n"
-        f"{job.output}: {job.recipe.method} with {job.recipe.bits} bits, as {outcome.format}\n"
-    )
-
-
-def _figure(perplexity: float) -> str:
-    """With the decimals that say something: a model that is hardly better than chance has none."""
-    return f"{perplexity:.4f}" if perplexity < 1000 else f"{perplexity:.0f}"
 
 
 class Bar(StatusLine):
@@ -143,67 +205,3 @@ class Bar(StatusLine):
         errors = ", ".join(f"{place} {error:.2%}" for place, error in self._errors.items())
         few = f"; {self._rounded} matrices saw few tokens and are only rounded" if self._rounded else ""
         return f"layer {progress.layer + 1} of {progress.num_layers}{left}; square error of outputs: {errors}{few}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a run. bytes: of all tensors."""
-
-    perplexity: Perplexity
-    bytes_before: int
-    bytes_after: int
-    format: str
-
-
-def run(job: Job, device: Device, report: Report) -> Outcome:
-    """Raises ValueError for a model that cannot be quantised so."""
-    hf_config = json.loads((Path(job.model_path) / "config.json").read_text())
-    family, spec = families.find(hf_config)
-    if (stored := quantisation.choose(None, Path(job.model_path), hf_config)).name is not None:
-        raise ValueError(f"the checkpoint is quantised already, as {stored.name}: give the one that it was made from")
-    checkpoint = EditedCheckpoint(job.weights_path)
-    dtype = next((d for d in map(checkpoint.dtype_of, checkpoint.names()) if d in STORED_FLOATS), torch.float32)
-    scales = scale_dtype(job.recipe, dtype)
-    made = MadeFormat(scales)
-    weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, device.torch_device, made)
-    plan = make_plan(weights, spec, job.recipe)
-    if (largest := max(map(max, (*job.calibration, *job.held_out)))) >= spec.vocab_size:
-        raise ValueError(
-            f"the tokenizer makes token {largest} of the text, and the model knows 0 to {spec.vocab_size - 1}: they do "
-            "not belong together, fetch both again"
-        )
-    with output_folder(Path(job.output)) as folder:
-        folder.refuse_full(_expected_bytes(checkpoint, plan, job.recipe))
-
-        def finish(sites: Sequence[Site]) -> None:
-            for name in (name for site in sites for name in site.names.values()):
-                folder.add(tensors_of(name, made.weights[name], job.recipe, scales))
-
-        backend = ReferenceBackend(device)
-        quantiser = Quantiser(weights, checkpoint, made, spec, plan, backend, job.recipe, report, finish)
-        perplexity = quantiser.run(Texts.of(job.calibration), Texts.of(job.held_out))
-        before = _copy_dense(checkpoint, plan, folder)
-        quantised = config_of(job.recipe, plan.ignore)
-        files: dict[str, Path | str] = {Path(path).name: Path(path) for path in job.files}
-        if job.recipe.layout == "gptq":
-            files["quantize_config.json"] = json.dumps(quantised, indent=2) + "\n"  # where older readers look
-        after = folder.complete(hf_config | {"quantization_config": quantised}, files)
-    return Outcome(perplexity, before, after, f"{quantised['quant_method']}, {job.recipe.layout}")
-
-
-def _expected_bytes(checkpoint: EditedCheckpoint, plan: Plan, recipe: Recipe) -> int:
-    """Of what will be made, without the scales of groups."""
-    quantised = {f"{name}.weight" for name in plan.sizes}
-    dense = sum(checkpoint.bytes_of(name) for name in checkpoint.names() if name not in quantised)
-    return dense + sum(outputs * inputs for outputs, inputs in plan.sizes.values()) * recipe.bits // 8
-
-
-def _copy_dense(checkpoint: EditedCheckpoint, plan: Plan, folder: OutputFolder) -> int:
-    """Add every tensor that is not quantised, changed or not. Returns the bytes of all tensors of the checkpoint."""
-    total = 0
-    quantised = {f"{name}.weight" for name in plan.sizes}
-    for name in checkpoint.names():
-        total += checkpoint.bytes_of(name)
-        if name not in quantised:
-            folder.add({name: checkpoint.whole(name)})
-    return total

@@ -59,13 +59,13 @@ class EditedCheckpoint(Checkpoint):
         return self.read(name, self.shape_of(name)).float()
 
 
-class MadeFormat(Format):
+class FinishedFormat(Format):
     """The quantised weights that have been made: `weights` by the name of the layer.
 
     scale_dtype: what their scales are stored in.
     """
 
-    name = "made"
+    name = "finished"
 
     def __init__(self, scale_dtype: torch.dtype) -> None:
         self.scale_dtype = scale_dtype

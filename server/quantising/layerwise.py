@@ -29,8 +29,8 @@ from server.quant.rounding import int8_rows
 from server.quant.stored import QuantisedWeight
 from server.quantising import awq, channel_scales, gptq
 from server.quantising.calibration import Inputs, Streams, Texts, watched
-from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
-from server.quantising.plan import Plan, Site
+from server.quantising.edited_checkpoint import EditedCheckpoint, FinishedFormat
+from server.quantising.plan import MatrixSet, Plan
 from server.quantising.recipe import Recipe
 
 FEW = 4  # a matrix of D inputs that saw fewer than D / FEW of them is rounded, for they say little of those to come
@@ -51,7 +51,7 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
-Finish = Callable[[Sequence[Site]], None]  # what is done with a layer once it is quantised: it is written
+Finish = Callable[[Sequence[MatrixSet]], None]  # what is done with a layer once it is quantised: it is written
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Perplexity:
 
 @dataclass
 class Quantiser:
-    """One run. `weights` reads an `EditedCheckpoint`, and its format is a `MadeFormat`."""
+    """One run. `weights` reads an `EditedCheckpoint`, and its format is a `FinishedFormat`."""
 
     weights: Weights
     checkpoint: EditedCheckpoint
-    made: MadeFormat
+    finished: FinishedFormat
     spec: ArchSpec
     plan: Plan
     backend: Backend
@@ -85,16 +85,16 @@ class Quantiser:
         """Quantise all layers. Raises ValueError for a model that has no perplexity before or after."""
         before = self._before(held_out)
         seen, quantised = self._streams(calibration, held_out)
-        for index, sites in enumerate(self.plan.sites):
-            for place in dict.fromkeys(site.place for site in sites):
+        for index, matrix_sets in enumerate(self.plan.matrix_sets):
+            for place in dict.fromkeys(matrices.place for matrices in matrix_sets):
                 inputs = self._inputs(seen, index, place)
-                self._quantise(index, [site for site in sites if site.place == place], inputs)
+                self._quantise(index, [matrices for matrices in matrix_sets if matrices.place == place], inputs)
             layer = self._layer(index)
             for streams in (seen, quantised):
                 streams.through(layer)
-            self.finish(sites)
-            names = [name for site in sites for name in site.names.values()]
-            self.made.forget(names)
+            self.finish(matrix_sets)
+            names = [name for matrices in matrix_sets for name in matrices.names.values()]
+            self.finished.forget(names)
         after = self._perplexity(quantised)
         if math.isnan(after):
             raise ValueError(
@@ -145,30 +145,30 @@ class Quantiser:
         streams.show(watched(self._layer(index), place, watch))
         return found
 
-    def _quantise(self, index: int, sites: Sequence[Site], inputs: dict[int, Inputs]) -> None:
+    def _quantise(self, index: int, matrix_sets: Sequence[MatrixSet], inputs: dict[int, Inputs]) -> None:
         """All matrices at one place of a layer."""
-        if scale := self._fold(index, sites, inputs):
+        if scale := self._fold(index, matrix_sets, inputs):
             inputs = {expert: those.divided(scale[expert]) for expert, those in inputs.items()}
         error = total = 0.0
         rounded = 0
-        for site in sites:
-            for name in site.names.values():
+        for matrices in matrix_sets:
+            for name in matrices.names.values():
                 weight = self._matrix(name)
                 width = weight.shape[1]
-                of_site = inputs.get(site.expert) or Inputs.of(width, weight.device)
-                gptq.refuse_infinite(of_site.products, f"the products of the inputs of {name}")
-                is_little = of_site.count * FEW < width
+                of_set = inputs.get(matrices.expert) or Inputs.of(width, weight.device)
+                gptq.refuse_infinite(of_set.products, f"the products of the inputs of {name}")
+                is_little = of_set.count * FEW < width
                 rounded += is_little
-                self.made.weights[name] = stored = self._made(name, weight, of_site, is_little=is_little)
+                self.finished.weights[name] = stored = self._rounded(name, weight, of_set, is_little=is_little)
                 self.checkpoint.changed.pop(f"{name}.weight", None)
                 difference = stored.dequantised() - weight
-                error += _square(difference, of_site)
-                total += _square(weight, of_site)
+                error += _square(difference, of_set)
+                total += _square(weight, of_set)
         share = error / total if total else 0.0
-        self.report(Progress(index, self.spec.num_layers, sites[0].place, share, rounded))
+        self.report(Progress(index, self.spec.num_layers, matrix_sets[0].place, share, rounded))
 
-    def _made(self, name: str, weight: Tensor, inputs: Inputs, *, is_little: bool) -> QuantisedWeight:
-        recipe, scale_dtype = self.recipe, self.made.scale_dtype
+    def _rounded(self, name: str, weight: Tensor, inputs: Inputs, *, is_little: bool) -> QuantisedWeight:
+        recipe, scale_dtype = self.recipe, self.finished.scale_dtype
         if recipe.method == "w8a8":
             return int8_rows(weight)
         if is_little:
@@ -185,38 +185,43 @@ class Quantiser:
         gptq.refuse_infinite(weight, f"the weights of {name}")
         return weight.t().contiguous() if self.weights.names.transposed else weight
 
-    def _fold(self, index: int, sites: Sequence[Site], inputs: Mapping[int, Inputs]) -> dict[int, Tensor]:
+    def _fold(self, index: int, matrix_sets: Sequence[MatrixSet], inputs: Mapping[int, Inputs]) -> dict[int, Tensor]:
         """Move scales into what makes the inputs: those [D] that inputs are divided by, by expert; empty: none were."""
         if self.recipe.method != "awq" and not self.recipe.smooth:
             return {}
         scales: dict[int, Tensor] = {}
-        for site in sites:
-            origin = channel_scales.origin_of(self.weights, self.spec, index, site)
+        for matrices in matrix_sets:
+            origin = channel_scales.origin_of(self.weights, self.spec, index, matrices)
             if origin is None:
                 continue
             if origin.matrix is not None:
-                if self.recipe.method == "awq" and site.expert in inputs:
-                    scales[site.expert] = self._move(origin, [site], inputs)
+                if self.recipe.method == "awq" and matrices.expert in inputs:
+                    scales[matrices.expert] = self._move(origin, [matrices], inputs)
                 continue
             # All experts read what one norm makes, and so may matrices at another place.
-            readers = [other for other in self.plan.sites[index] if other.place in origin.places]
+            readers = [other for other in self.plan.matrix_sets[index] if other.place in origin.places]
             scale = self._move(origin, readers, inputs)
-            return {site.expert: scale for site in sites}
+            return {matrices.expert: scale for matrices in matrix_sets}
         return scales
 
-    def _move(self, origin: channel_scales.Origin, readers: Sequence[Site], inputs: Mapping[int, Inputs]) -> Tensor:
+    def _move(
+        self, origin: channel_scales.Origin, readers: Sequence[MatrixSet], inputs: Mapping[int, Inputs]
+    ) -> Tensor:
         """Find the scale [D] for what `readers` read, and move it."""
         seen = [
-            (name, inputs[site.expert]) for site in readers if site.expert in inputs for name in site.names.values()
+            (name, inputs[matrices.expert])
+            for matrices in readers
+            if matrices.expert in inputs
+            for name in matrices.names.values()
         ]
         matrices = [(self._matrix(name), those) for name, those in seen]
         if self.recipe.method == "awq":
-            scale = awq.best_scale(matrices, self.recipe, self.made.scale_dtype)
+            scale = awq.best_scale(matrices, self.recipe, self.finished.scale_dtype)
         else:
             scale = channel_scales.smoothing(matrices, self.recipe.smooth)
-        scale = channel_scales.within(origin, scale, self.checkpoint, self.made)
-        channel_scales.divide(origin, scale, self.checkpoint, self.made)
-        for name in (name for site in readers for name in site.names.values()):
+        scale = channel_scales.within(origin, scale, self.checkpoint, self.finished)
+        channel_scales.divide(origin, scale, self.checkpoint, self.finished)
+        for name in (name for matrices in readers for name in matrices.names.values()):
             scaled = self._matrix(name) * scale
             self.checkpoint.changed[f"{name}.weight"] = scaled.t() if self.weights.names.transposed else scaled
         return scale

@@ -1,6 +1,6 @@
 """What of a model is quantised, and whether it can be: known from the names and shapes of its tensors.
 
-Matrices of a layer that read the same inputs are a site: they are quantised together.
+Matrices of a layer that read the same inputs are quantised together: a `MatrixSet`.
 
 Shapes: F output features, D input features.
 """
@@ -30,7 +30,7 @@ KEPT = ("head", "router", "project_in", "project_out")
 
 
 @dataclass(frozen=True)
-class Site:
+class MatrixSet:
     """Matrices of one layer that read the same inputs, by what the checkpoint calls them. expert: 0 without experts."""
 
     place: str
@@ -38,17 +38,17 @@ class Site:
     names: Mapping[str, str]  # by role
 
 
-def sites_of(weights: Weights, spec: ArchSpec, index: int) -> Iterator[Site]:
+def matrix_sets_of(weights: Weights, spec: ArchSpec, index: int) -> Iterator[MatrixSet]:
     """All of one layer, in the order in which a step comes through them."""
     of_layer = weights.of_layer(index)
     mlp = spec.layers[index].mlp
     for place, (_, _, alternatives) in PLACES.items():
         if isinstance(mlp, Moe) and place in EXPERT_ROLES:
             for expert in range(mlp.num_experts):
-                yield Site(place, expert, {role: of_layer.name_of(role, expert) for role in EXPERT_ROLES[place]})
+                yield MatrixSet(place, expert, {role: of_layer.name_of(role, expert) for role in EXPERT_ROLES[place]})
             continue
         roles = next(roles for roles in alternatives if all(_has(of_layer, role, spec.layers[index]) for role in roles))
-        yield Site(place, 0, {role: of_layer.name_of(role) for role in roles})
+        yield MatrixSet(place, 0, {role: of_layer.name_of(role) for role in roles})
 
 
 def _has(weights: Weights, role: str, layer: LayerSpec) -> bool:
@@ -58,9 +58,9 @@ def _has(weights: Weights, role: str, layer: LayerSpec) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """sites: of each layer. size: (F, D) of each matrix by its name. ignore: patterns of the matrices that stay."""
+    """matrix_sets: of each layer; sizes: (F, D) of each matrix by its name; ignore: patterns of matrices that stay."""
 
-    sites: tuple[tuple[Site, ...], ...]
+    matrix_sets: tuple[tuple[MatrixSet, ...], ...]
     sizes: dict[str, tuple[int, int]]
     ignore: tuple[str, ...]
 
@@ -72,11 +72,13 @@ def make_plan(weights: Weights, spec: ArchSpec, recipe: Recipe) -> Plan:
             "the model is an encoder-decoder, which text alone does not calibrate: serve it with --quantize int8, "
             "which quantises while loading"
         )
-    sites = tuple(tuple(sites_of(weights, spec, index)) for index in range(spec.num_layers))
-    sizes = {name: _size(weights, name) for layer in sites for site in layer for name in site.names.values()}
+    matrix_sets = tuple(tuple(matrix_sets_of(weights, spec, index)) for index in range(spec.num_layers))
+    sizes = {
+        name: _size(weights, name) for layer in matrix_sets for matrices in layer for name in matrices.names.values()
+    }
     if problem := next(_problems(sizes, recipe), None):
         raise ValueError(problem)
-    return Plan(sites, sizes, tuple(_ignored(weights)))
+    return Plan(matrix_sets, sizes, tuple(_ignored(weights)))
 
 
 def _size(weights: Weights, name: str) -> tuple[int, int]:

@@ -5,8 +5,8 @@ meets the other ranks there, and a copy back. The host waits for none of them, a
 kernels (CUDA C++ Programming Guide, "Host Functions"), so that steps are computed and captured as over NCCL. That is
 right and slow: each sum costs two copies and a turn of Python. It is for trying tensor parallelism on one GPU.
 
-Left out: what a failed meeting did to the numbers. They are wrong from there on; `check` says so before anybody reads
-a token.
+Left out: what a failed meeting did to the numbers. They are wrong from there on; `check` says so before any token is
+read.
 """
 
 from __future__ import annotations
@@ -131,5 +131,5 @@ class HostCollectives:
         try:
             with torch.inference_mode():
                 meet()
-        except Exception as error:  # nobody above would hear of it
+        except Exception as error:  # it would reach no caller
             self._failure = error

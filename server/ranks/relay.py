@@ -37,7 +37,7 @@ Start = Callable[[pb.StepRequest], "asyncio.Future[pb.StepReply]"]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankPlace:
     """A rank's place among all, those of other pipeline stages too. speaker: the rank whose answers have the tokens."""
 
     rank: int = 0
@@ -92,7 +92,7 @@ class _Messages(asyncio.Protocol):
             self._transport.abort()  # what a rank that no longer reads was sent would never leave
 
 
-class _Follower(_Messages):
+class _LeaderLink(_Messages):
     """The end of a rank other than 0: starts each step as it comes, answers in the same order."""
 
     def __init__(self, start: Start) -> None:
@@ -119,7 +119,7 @@ class _Follower(_Messages):
             self.give(reply.result().SerializeToString())
 
 
-class _Other(_Messages):
+class _RankLink(_Messages):
     """Another rank as rank 0 knows it: what it was sent, what it has answered, and whether it is there."""
 
     def __init__(self, rank: int, path: str, notice: Callable[[bool], None], speaks: bool) -> None:
@@ -159,7 +159,7 @@ class StepStream:
     """Where a rank's steps come from: rank 0's from the router, the others' from rank 0.
 
     `sockets` are those of rank 1, 2 and so on. `start` queues a step behind those before it; the future that it returns
-    never raises. A reply with `failed_rank` is the last: that rank alone failed, or is gone. speaker: see `Ranks`.
+    never raises. A reply with `failed_rank` is the last: that rank alone failed, or is gone. speaker: see `RankPlace`.
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class StepStream:
         self._answered = asyncio.Event()  # set by whatever comes from another rank, and when a step of ours is done …
         self._changed = asyncio.Event()  # … and this one not by answers without an error, which come all the time
         self._dialling = asyncio.Lock()
-        self._others = (
-            [_Other(n, path, self._notice, n == speaker) for n, path in enumerate(sockets, 1)] if rank == 0 else []
+        self._links = (
+            [_RankLink(n, path, self._notice, n == speaker) for n, path in enumerate(sockets, 1)] if rank == 0 else []
         )
-        self._speaker = self._others[speaker - 1] if self._others and speaker else None
+        self._speaker = self._links[speaker - 1] if self._links and speaker else None
         self._server: asyncio.Server | None = None
-        self._followers: list[_Follower] = []
+        self._followers: list[_LeaderLink] = []
 
     async def open(self) -> None:
         """Listen for rank 0, on a rank other than that; its socket exists from then on, for its owner alone."""
@@ -189,15 +189,15 @@ class StepStream:
         self._server = await asyncio.get_running_loop().create_unix_server(self._follow, path)
         os.chmod(path, 0o600)
 
-    def _follow(self) -> _Follower:
-        self._followers.append(_Follower(self._start))
+    def _follow(self) -> _LeaderLink:
+        self._followers.append(_LeaderLink(self._start))
         return self._followers[-1]
 
     def close(self) -> None:
         """End every connection between ranks."""
         if self._server is not None:
             self._server.close()
-        for end in (*self._followers, *self._others):
+        for end in (*self._followers, *self._links):
             end.close()
 
     async def run(
@@ -235,7 +235,7 @@ class StepStream:
     async def _connect(self) -> pb.StepReply | None:
         """Dial the ranks that were not dialled yet; the failure if one of them cannot be."""
         async with self._dialling:
-            for other in self._others:
+            for other in self._links:
                 try:
                     if not other.is_connected:
                         await _dial(other, self._deadlines.connect)
@@ -245,16 +245,16 @@ class StepStream:
 
     async def _room(self) -> None:
         """Wait until no rank has too many steps unanswered; `_agreed`, which waits for the oldest, has the timer."""
-        while any(self._number - other.answered >= MAX_UNANSWERED and not other.is_lost for other in self._others):
+        while any(self._number - other.answered >= MAX_UNANSWERED and not other.is_lost for other in self._links):
             self._answered.clear()
             await self._answered.wait()
 
     def _pass_on(self, request: pb.StepRequest) -> int:
         """Send to every other rank; the step's number."""
         self._number += 1
-        if self._others:
+        if self._links:
             message = request.SerializeToString()
-            for other in self._others:
+            for other in self._links:
                 other.give(message)
         return self._number
 
@@ -262,7 +262,7 @@ class StepStream:
 
     async def _agreed(self, number: int, own: asyncio.Future[pb.StepReply]) -> pb.StepReply:
         """Rank 0's reply to step `number` if all ranks agree with it, else the failure that ends the stream."""
-        if not self._others:
+        if not self._links:
             return await asyncio.shield(own)
         own.add_done_callback(lambda _: self._notice(True))
         patience, since = math.inf, 0.0
@@ -291,14 +291,14 @@ class StepStream:
             return self._failure(number, own)
         if reply is None:
             return None
-        failed = [other for other in self._others if number in other.errors]
+        failed = [other for other in self._links if number in other.errors]
         if not (reply.error or failed):
-            if any(other.answered < number - MAX_LAG for other in self._others):
+            if any(other.answered < number - MAX_LAG for other in self._links):
                 return None
             return reply if self._speaker is None else self._speaker.said.pop(number, None)
-        if any(other.answered < number for other in self._others):
+        if any(other.answered < number for other in self._links):
             return None
-        if not reply.error or len(failed) < len(self._others):
+        if not reply.error or len(failed) < len(self._links):
             return self._failure(number, own)
         for other in failed:
             del other.errors[number]
@@ -307,8 +307,8 @@ class StepStream:
     def _has_ended(self, number: int, reply: pb.StepReply | None) -> bool:
         """Whether a rank has failed for good, or failed a step that rank 0 has answered already."""
         reports = [(number, reply)] if reply is not None else []
-        reports += [report for other in self._others for report in other.errors.items()]
-        return any(other.is_lost and not other.is_victim for other in self._others) or any(
+        reports += [report for other in self._links for report in other.errors.items()]
+        return any(other.is_lost and not other.is_victim for other in self._links) or any(
             n <= number and not report.lost_peer and (report.HasField("failed_rank") or (report.error and n < number))
             for n, report in reports
         )
@@ -316,23 +316,23 @@ class StepStream:
     def _patience(self, number: int, own: asyncio.Future[pb.StepReply]) -> float:
         """How long rank 0 waits as things stand."""
         reports = [own.result()] if own.done() and own.result().error else []
-        reports += [report for other in self._others for n, report in other.errors.items() if n <= number]
+        reports += [report for other in self._links for n, report in other.errors.items() if n <= number]
         if any(not report.lost_peer for report in reports):
             return self._deadlines.agreement
-        if reports or any(other.is_lost for other in self._others):
+        if reports or any(other.is_lost for other in self._links):
             return self._deadlines.cause
         return self._deadlines.lag if own.done() else math.inf
 
     def _failure(self, number: int, own: asyncio.Future[pb.StepReply]) -> pb.StepReply:
-        """Whom to blame: the first rank that failed by itself, else one gone, silent or behind, else a victim."""
-        reports = [(n, other.rank, report) for other in self._others for n, report in other.errors.items()]
+        """The cause: the first rank that failed by itself, else one gone, silent or behind, else a victim."""
+        reports = [(n, other.rank, report) for other in self._links for n, report in other.errors.items()]
         if own.done() and own.result().error:
             reports.append((number, 0, own.result()))
         reports.sort(key=lambda report: report[:2])
         for _, rank, report in reports:
             if not report.lost_peer:
                 return _failure_of(rank, report.error)
-        others = [other for other in self._others if not other.is_victim]
+        others = [other for other in self._links if not other.is_victim]
         for other in others:
             if other.is_lost:
                 return _failure_of(other.rank, "its connection ended", lost_peer=True)
@@ -343,7 +343,7 @@ class StepStream:
         return _failure_of(rank, report.error, lost_peer=True)
 
 
-async def _dial(other: _Other, seconds: float) -> None:
+async def _dial(other: _RankLink, seconds: float) -> None:
     async with asyncio.timeout(seconds):
         while True:
             with suppress(FileNotFoundError, ConnectionRefusedError):

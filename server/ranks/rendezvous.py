@@ -1,6 +1,6 @@
 """A store of torch.distributed's over a unix socket: how the ranks of a stage on several nodes find each other.
 
-torch's own TCPStore listens on every interface and asks nobody who he is. Here rank 0 of a stage answers on a socket
+torch's own TCPStore listens on every interface and checks no identity. Here rank 0 of a stage answers on a socket
 that is its owner's alone; the nodes' links carry connections to it from other nodes. One line of JSON asks, one
 answers; bytes are written as Latin-1. What is kept is a few addresses for each rank. Left out: what torch's process
 groups do not use (queues, lists of keys).
@@ -49,7 +49,7 @@ class StoreServer:
                 threading.Thread(target=self._serve, args=(end,), name="store-client", daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no more connections."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -114,7 +114,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class SocketStore(dist.Store):  # type: ignore[name-defined,misc]  # torch does not declare it
-    """The store at `path`, once somebody answers there. Raises DistNetworkError where nobody does in `patience` s."""
+    """The store at `path`, once it answers. Raises DistNetworkError where it does not in `patience` s."""
 
     def __init__(self, path: str, patience: float) -> None:
         super().__init__()

@@ -1,10 +1,7 @@
-"""Paged KV cache (Kwon et al. 2023, arXiv 2309.06180): the tensors, and the arithmetic that sizes them.
+"""Paged KV cache (Kwon et al. 2023, arXiv 2309.06180): its tensors, the sums that size them, and where blocks are.
 
-The router hands out blocks and knows nothing of tensors; the tensors know nothing of sequences.
-
-Where KV blocks are kept, as an engine sees it: all of them on the device, unless a model was loaded otherwise.
-
-Left out: keeping some elsewhere (`server/model/offloaded_kv.py`).
+The router hands out blocks and knows nothing of tensors; the tensors know nothing of sequences. All blocks are on the
+device unless a model was loaded otherwise (`server/model/offloaded_kv.py`).
 """
 
 from __future__ import annotations

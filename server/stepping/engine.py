@@ -1,14 +1,11 @@
 """One rank's engine: launches steps and finishes them.
 
-`launch` starts a step and returns without waiting for the device; `Launched.finish` waits and hands over the tokens.
-Between the two, the next step may be launched already: its inputs are on the device (see `batch.py`). On a CPU
-`launch` is the computation itself. What this module leaves out: how large the KV cache is (`warmup.py`), loading
-(`loading.py`), the wire (`service.py`), and every decision about who runs when (the router's).
+`launch` starts a step and returns without waiting for the device; `Launched.finish` waits and hands over the tokens,
+which until then are where the device writes them. Between the two, the next step may be launched already: its inputs
+are on the device (see `batch.py`). On a CPU `launch` is the computation itself.
 
-A step that was launched: the tokens that it will give, and how long it took.
-
-On a GPU a step is launched and computed later. `Launched.finish` waits for it; until then its results are where the
-device writes them.
+Left out: how large the KV cache is (`warmup.py`), loading (`server/loading.py`), the wire (`server/service.py`), and
+every decision about what runs when (the router's).
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from server.arch.footprint import LOGIT_ROWS
 from server.backends.device import Device, Event
 from server.backends.protocol import Backend
 from server.blocks import num_blocks
@@ -32,152 +30,14 @@ from server.stepping.batch import Carried, Forward, StepInput, Tables
 from server.stepping.cache import KvPlacement, KVShape
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.host_slots import HostSlots, Session
-from server.stepping.next_tokens import LOGIT_ROWS, Chooser, KnownLogprobs, Reported, counted, reported_tokens
-from server.stepping.ring import Neighbours, Nobody
-from server.stepping.sampling import Chosen, Watermark, choose
+from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
+from server.stepping.pipeline import Neighbours, NoNeighbours
+from server.stepping.sampling import Chosen, Watermark, choose_captured
 from server.stepping.sequences import SequenceState, SequenceTable, StepError, StepRuns
 from server.stepping.vocabulary import Vocabulary
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step produced, on the host."""
-
-    ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
-    prompt: dict[int, KnownLogprobs]  # of tokens that were known, by sequence
-    forward_ns: int
-
-
-class Clock:
-    """The time from here to another event of a device: by its own clock, if it works behind the host's back."""
-
-    def __init__(self, device: Device):
-        self._began = device.event()
-        self._began_ns = time.perf_counter_ns()
-
-    def ns_until(self, end: Event | None) -> int:
-        """Nanoseconds until `end`, which the device has reached; without one, until now."""
-        if self._began is None or end is None:
-            return time.perf_counter_ns() - self._began_ns
-        return int(self._began.elapsed_time(end) * 1e6)
-
-
-class Launched:
-    """A step that the device is computing."""
-
-    def __init__(
-        self,
-        sampled: list[SequenceState],
-        chosen: Sequence[Chosen],
-        prompt: dict[int, Reported],
-        started: Clock,
-        device: Device,
-        check: Callable[[], None],
-    ):
-        """check: raises what went wrong where no call could, once the device has done the step."""
-        self._sampled = sampled
-        self._chosen = [part.downloaded(device) for part in chosen]
-        self._prompt = {id: reported.downloaded(device) for id, reported in prompt.items()}
-        self._started = started
-        self._check = check
-        self._done = device.event()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `finish` waits for nothing."""
-        return self._done is None or self._done.query()
-
-    def finish(self) -> StepResult:
-        """Wait for the device and read the tokens. Raises PeerLost, and what the device fails with."""
-        if self._done is not None:
-            self._done.synchronize()
-        self._check()
-        top_ids, top_logprobs = self._candidates()
-        return StepResult(
-            ids=[s.id for s in self._sampled],
-            token_ids=[id for part in self._chosen for id in part.token_ids.tolist()],
-            logprobs=[logprob for part in self._chosen for logprob in part.logprobs.tolist()],
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            prompt={id: reported.read() for id, reported in self._prompt.items()},
-            forward_ns=self._started.ns_until(self._done),
-        )
-
-    def _candidates(self) -> tuple[list[list[int]], list[list[float]]]:
-        """The ids and log-probabilities of each sequence's candidates, as many as it asked for."""
-        if not any(s.choice.top_n_tokens for s in self._sampled):
-            return [[] for _ in self._sampled], [[] for _ in self._sampled]
-        ids = [row for part in self._chosen for row in _rows(part.top_ids, part)]
-        values = [row for part in self._chosen for row in _rows(part.top_logprobs, part)]
-        counts = [counted(row, s.choice.top_n_tokens) for row, s in zip(values, self._sampled, strict=True)]
-        rows = list(zip(ids, values, counts, strict=True))
-        return [ids[:n] for ids, _, n in rows], [values[:n] for _, values, n in rows]
-
-
-def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
-    """A list for each sequence of the part, empty where it has no candidates."""
-    return [[] for _ in range(len(part.token_ids))] if candidates is None else candidates.tolist()
-
-
-# Sequences that there is always room for, and as many are expected where nobody says how many there can be.
+# Sequences that there is always room for, and as many are expected where it is not known how many there can be.
 LEAST_SEQUENCES = 256
-
-
-class Model(Protocol):
-    """What an engine runs: a `Transformer`, or a model of another library (`fallback.py`)."""
-
-    @property
-    def kv_placement(self) -> KvPlacement:
-        """Where the blocks of its KV cache are kept."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence; 0: no limit of its own."""
-
-    @property
-    def decoder_start(self) -> int | None:
-        """The token that an encoder-decoder's generations start from; None for a decoder."""
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether a token's keys and values depend on nothing but the tokens up to it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of this rank's weights."""
-
-    @property
-    def vocab_range(self) -> tuple[int, int]:
-        """The first token whose logits this rank computes, and how many it computes, with padding."""
-
-    def kv_shape(self, dtype: torch.dtype) -> KVShape:
-        """What one token takes in this rank's cache."""
-
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
-        """The hidden states [T, D] of a step's tokens behind the last layer; their keys and values are kept."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] → this rank's logits [R, Vl], float32 or the model's dtype, the caller's to change."""
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """The captured steps of an engine."""
-
-    decodes: DecodeGraphs
-    mixed: MixedGraphs | None  # None: those of an encoder-decoder or a pipeline stage are not captured
-
-    @property
-    def kinds(self) -> list[list[Callable[[], None]]]:
-        """What captures the graphs that are known beforehand, of each kind the largest first."""
-        return [self.decodes.captures(), self.mixed.captures() if self.mixed else []]
 
 
 class Engine:
@@ -201,7 +61,7 @@ class Engine:
         neighbours: Neighbours | None = None,
     ):
         self.model = model
-        self.neighbours = neighbours or Nobody()
+        self.neighbours = neighbours or NoNeighbours()
         self.moved_bytes = moved_bytes
         self.shard = shard
         self.backend = backend
@@ -210,7 +70,7 @@ class Engine:
         self.kv_placement = model.kv_placement
         self.has_encoder = model.decoder_start is not None
         self._vocabulary = Vocabulary(backend.logits, shard, model.vocab_size, *model.vocab_range)
-        self._choose = Chooser(watermark, backend.device, self._vocabulary)
+        self._choose = TokenChooser(watermark, backend.device, self._vocabulary)
         self._kv_caches: list[Tensor] = []
         self._sequences: SequenceTable | None = None
         self._tables: Tables | None = None
@@ -424,7 +284,7 @@ class Engine:
     def _sample_captured(self, hidden: Tensor, settings: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """The next tokens and their log-probabilities, from a few rows of logits at a time."""
         parts = [
-            choose(self._vocabulary, self.model.logits(rows), part, at)
+            choose_captured(self._vocabulary, self.model.logits(rows), part, at)
             for rows, part, at in zip(
                 hidden.split(LOGIT_ROWS),
                 settings.split(LOGIT_ROWS, dim=1),
@@ -433,3 +293,140 @@ class Engine:
             )
         ]
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+class Launched:
+    """A step that the device is computing."""
+
+    def __init__(
+        self,
+        sampled: list[SequenceState],
+        chosen: Sequence[Chosen],
+        prompt: dict[int, Reported],
+        started: Clock,
+        device: Device,
+        check: Callable[[], None],
+    ):
+        """check: raises what went wrong where no call could, once the device has done the step."""
+        self._sampled = sampled
+        self._chosen = [part.downloaded(device) for part in chosen]
+        self._prompt = {id: reported.downloaded(device) for id, reported in prompt.items()}
+        self._started = started
+        self._check = check
+        self._done = device.event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` waits for nothing."""
+        return self._done is None or self._done.query()
+
+    def finish(self) -> StepResult:
+        """Wait for the device and read the tokens. Raises PeerLost, and what the device fails with."""
+        if self._done is not None:
+            self._done.synchronize()
+        self._check()
+        top_ids, top_logprobs = self._candidates()
+        return StepResult(
+            ids=[s.id for s in self._sampled],
+            token_ids=[id for part in self._chosen for id in part.token_ids.tolist()],
+            logprobs=[logprob for part in self._chosen for logprob in part.logprobs.tolist()],
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            prompt={id: reported.read() for id, reported in self._prompt.items()},
+            forward_ns=self._started.ns_until(self._done),
+        )
+
+    def _candidates(self) -> tuple[list[list[int]], list[list[float]]]:
+        """The ids and log-probabilities of each sequence's candidates, as many as it asked for."""
+        if not any(s.choice.top_n_tokens for s in self._sampled):
+            return [[] for _ in self._sampled], [[] for _ in self._sampled]
+        ids = [row for part in self._chosen for row in _rows(part.top_ids, part)]
+        values = [row for part in self._chosen for row in _rows(part.top_logprobs, part)]
+        counts = [counted(row, s.choice.top_n_tokens) for row, s in zip(values, self._sampled, strict=True)]
+        rows = list(zip(ids, values, counts, strict=True))
+        return [ids[:n] for ids, _, n in rows], [values[:n] for _, values, n in rows]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step produced, on the host."""
+
+    ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    prompt: dict[int, KnownLogprobs]  # of tokens that were known, by sequence
+    forward_ns: int
+
+
+class Clock:
+    """The time from here to another event of a device: by its own clock, if it works behind the host's back."""
+
+    def __init__(self, device: Device):
+        self._began = device.event()
+        self._began_ns = time.perf_counter_ns()
+
+    def ns_until(self, end: Event | None) -> int:
+        """Nanoseconds until `end`, which the device has reached; without one, until now."""
+        if self._began is None or end is None:
+            return time.perf_counter_ns() - self._began_ns
+        return int(self._began.elapsed_time(end) * 1e6)
+
+
+def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
+    """A list for each sequence of the part, empty where it has no candidates."""
+    return [[] for _ in range(len(part.token_ids))] if candidates is None else candidates.tolist()
+
+
+class Model(Protocol):
+    """What an engine runs: a `Transformer`, or a model of another library (`server/model/fallback.py`)."""
+
+    @property
+    def kv_placement(self) -> KvPlacement:
+        """Where the blocks of its KV cache are kept."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence; 0: no limit of its own."""
+
+    @property
+    def decoder_start(self) -> int | None:
+        """The token that an encoder-decoder's generations start from; None for a decoder."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a token's keys and values depend on nothing but the tokens up to it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank's weights."""
+
+    @property
+    def vocab_range(self) -> tuple[int, int]:
+        """The first token whose logits this rank computes, and how many it computes, with padding."""
+
+    def kv_shape(self, dtype: torch.dtype) -> KVShape:
+        """What one token takes in this rank's cache."""
+
+    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
+        """The hidden states [T, D] of a step's tokens behind the last layer; their keys and values are kept."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] → this rank's logits [R, Vl], float32 or the model's dtype, the caller's to change."""
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The captured steps of an engine."""
+
+    decodes: DecodeGraphs
+    mixed: MixedGraphs | None  # None: those of an encoder-decoder or a pipeline stage are not captured
+
+    @property
+    def kinds(self) -> list[list[Callable[[], None]]]:
+        """What captures the graphs that are known beforehand, of each kind the largest first."""
+        return [self.decodes.captures(), self.mixed.captures() if self.mixed else []]

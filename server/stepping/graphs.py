@@ -1,32 +1,24 @@
-"""Captures that all ranks have, or none.
-
-A step that one rank replays and another one computes in Python is the same to neither: their collectives are then set
-up by different means, and the rank that failed alone is reported as a lost peer by the others. So after each capture
-the ranks compare notes. Where one could not, all compute that step without a graph: slower by the host's share of a
-step, and the start-up table says which rank could not, and why. Nobody is stopped for it, because that a graph does not
-fit is no reason not to serve.
-
-Left out: what a rank cannot compute at all, or a device that a failed capture took with it. Those raise on their rank,
-and end the server with their own cause.
-
-Decode steps that are captured in graphs, one for each batch size, and then replayed without Python.
+"""Steps that are captured in graphs and then replayed without Python: decodes, and decodes beside few prompt tokens.
 
 A step in which all sequences decode does the same from one token to the next: only what the device's tables and two
 short inputs hold is different, the sequences' rows and positions. The step advances the positions itself, and keeps the
-tokens that it chose, so that while the same sequences decode the host uploads nothing.
-
-Each has three forms (`Form`), of which the one that samples exists where sizes are known beforehand, on GPUs. Left out:
-steps with prompts (`mixed_graphs.py`), and models that cannot be captured, which the backend names beforehand.
-
-Steps that compute prompts beside decodes, captured in graphs of padded sizes.
+tokens that it chose, so that while the same sequences decode the host uploads nothing. There is one graph for each
+batch size, in three forms (`Form`), of which the one that samples exists where sizes are known beforehand, on GPUs.
 
 Where requests join at every other step, a server that captures decodes alone would seldom replay a graph, and most of
 its steps would take as long as Python needs to launch them. So steps with few prompt tokens are captured too, one for
 each pair of how many sequences decode and how many prompt tokens stand beside them, both filled up. All that differs
-between two such steps is one list of numbers (`batch.Layout`), which is uploaded before each of them.
+between two such steps is one list of numbers (`batch.Layout`), which is uploaded before each of them. They end with the
+hidden states whose logits choose tokens.
 
-A graph ends with the hidden states whose logits choose tokens. Left out: prompts with many tokens, whose computation
-outlasts its launching; prompts whose log-probabilities are asked for; encoder-decoders.
+Captures exist on all ranks or on none. Where one rank replays and another computes in Python, their collectives are set
+up by different means, and the rank that failed alone is reported as a lost peer by the others. So the ranks compare
+after each capture; where one failed, all compute that step without a graph, slower by the host's share of a step, and
+the start-up table says which rank failed, and why.
+
+Left out: prompts with many tokens, whose computation outlasts its launching; prompts whose log-probabilities are asked
+for; mixed steps of encoder-decoders; models that cannot be captured, which the backend names beforehand; and a device
+that a failed capture took with it, which raises on its rank and ends the server.
 """
 
 from __future__ import annotations
@@ -50,82 +42,25 @@ from server.stepping.sampling import TokenChoice, settings_of
 from server.stepping.sequences import StepRuns, TokenRun
 
 log = logging.getLogger(__name__)
-
-
-class AgreedCapture:
-    """A `GraphCapture` whose captures exist on every rank or on none. `failures`: why some do not, one for each."""
-
-    def __init__(self, capture: GraphCapture, shard: Shard, device: torch.device):
-        # What computes while it captures would have computed a part when it fails.
-        assert not capture.computes
-        self.sizes, self.prompt_tokens = capture.sizes, capture.prompt_tokens
-        self.computes = False
-        self.failures: list[str] = []
-        self._capture = capture
-        self._shard = shard
-        self._device = device
-
-    def __call__(self, function: Computation) -> Computation:
-        """A replay of `function`, or `function` itself where a rank has none. All ranks capture in the same order."""
-        replay, problem = function, None
-        try:
-            replay = self._capture(function)
-        except CaptureFailed as error:
-            problem = str(error)
-        reason = self._shard.first_problem(problem, self._device)
-        if reason is None:
-            return replay
-        log.warning("a step is computed without a graph: %s", reason)
-        self.failures.append(reason)
-        return function
+# Sequences that decode in a captured step: few sizes, for each is captured with every size of prompts.
+DECODES = (8, 32, 64, 128, 256)
+# Prompts in a captured step, and one place more, whose tokens are those that fill up.
+PROMPTS = 8
 
 
 class Form(Enum):
     """What a captured step ends with."""
 
     PLAIN = auto()  # the most likely tokens
-    SAMPLED = auto()  # tokens by temperature, top-k and top-p (`captured_sampling.py`)
+    SAMPLED = auto()  # tokens by temperature, top-k and top-p (`sampling.choose_captured`)
     HIDDEN = auto()  # hidden states, to sample from by anything else; logits of every size would take gigabytes
 
 
 # What is captured: a forward pass, its form and, where it samples, settings. The tokens that are chosen in it are the
 # first of the results; all results have a row for each sequence.
 Decode = Callable[[Forward, Form, Tensor], tuple[Tensor, ...]]
-
-
-class DecodeGraph:
-    """One captured step, and what its inputs hold."""
-
-    def __init__(self, size: int, device: Device, carried: Tensor | None = None):
-        # What the stage before made of the sequences' tokens, in a later pipeline stage.
-        self.carried = None if carried is None else carried.new_zeros(size, carried.shape[1])
-        # Of each sequence its row, its position, and 1; of what fills up the batch zeros.
-        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device.torch_device)
-        # What tokens are sampled by: greedy all of them, until `choose_by`.
-        self.settings = device.upload(settings_of([], size), torch.float64)
-        self.inputs: Sequence[tuple[int, int]] = []  # the rows and positions of the sequences
-        self.choices: Sequence[TokenChoice] = []  # of the sequences
-        self.replay: Computation | None = None  # None: not captured yet
-        self._device = device
-
-    def fill(self, inputs: Sequence[tuple[int, int]]) -> None:
-        """Upload rows and positions; row 0, which belongs to no sequence, fills up the batch."""
-        padding = [0] * (self.numbers.shape[1] - len(inputs))
-        rows, positions = zip(*inputs, strict=True)
-        ones = [1] * len(inputs)
-        self.numbers.copy_(self._device.upload([[*rows, *padding], [*positions, *padding], [*ones, *padding]]))
-        self.inputs = inputs
-
-    def carry(self, carried: Carried | None) -> None:
-        """Take up what the stage before made, where there is one."""
-        if self.carried is not None and carried is not None:
-            self.carried[: len(carried.hidden)].copy_(carried.hidden)
-
-    def choose_by(self, choices: Sequence[TokenChoice]) -> None:
-        """Upload what the sequences' tokens are sampled by, unless it is as it was."""
-        if self.choices != choices:
-            self.settings.copy_(self._device.upload(settings_of(choices, self.settings.shape[1]), torch.float64))
-            self.choices = choices
+# What is captured: a forward pass to the hidden states [T, D] of all its tokens.
+Run = Callable[[Forward], Tensor]
 
 
 class DecodeGraphs:
@@ -222,53 +157,39 @@ class DecodeGraphs:
         return step
 
 
-# Sequences that decode in a captured step: few sizes, for each is captured with every size of prompts.
-DECODES = (8, 32, 64, 128, 256)
-# Prompts in a captured step, and one place more, whose tokens are those that fill up.
-PROMPTS = 8
+class DecodeGraph:
+    """One captured step, and what its inputs hold."""
 
-# What is captured: a forward pass to the hidden states [T, D] of all its tokens.
-Run = Callable[[Forward], Tensor]
+    def __init__(self, size: int, device: Device, carried: Tensor | None = None):
+        # What the stage before made of the sequences' tokens, in a later pipeline stage.
+        self.carried = None if carried is None else carried.new_zeros(size, carried.shape[1])
+        # Of each sequence its row, its position, and 1; of what fills up the batch zeros.
+        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device.torch_device)
+        # What tokens are sampled by: greedy all of them, until `choose_by`.
+        self.settings = device.upload(settings_of([], size), torch.float64)
+        self.inputs: Sequence[tuple[int, int]] = []  # the rows and positions of the sequences
+        self.choices: Sequence[TokenChoice] = []  # of the sequences
+        self.replay: Computation | None = None  # None: not captured yet
+        self._device = device
 
+    def fill(self, inputs: Sequence[tuple[int, int]]) -> None:
+        """Upload rows and positions; row 0, which belongs to no sequence, fills up the batch."""
+        padding = [0] * (self.numbers.shape[1] - len(inputs))
+        rows, positions = zip(*inputs, strict=True)
+        ones = [1] * len(inputs)
+        self.numbers.copy_(self._device.upload([[*rows, *padding], [*positions, *padding], [*ones, *padding]]))
+        self.inputs = inputs
 
-class MixedGraph:
-    """One captured step: room for its numbers, and its replay."""
+    def carry(self, carried: Carried | None) -> None:
+        """Take up what the stage before made, where there is one."""
+        if self.carried is not None and carried is not None:
+            self.carried[: len(carried.hidden)].copy_(carried.hidden)
 
-    def __init__(self, decodes: int, tokens: int, device: Device):
-        self.decodes, self.tokens = decodes, tokens
-        self.blank = self._layout([], [], [], [])
-        self.numbers = device.upload(self.blank.numbers)
-        self.replay: Computation | None = None
-
-    def fill(self, plan: StepRuns, device: Device) -> None:
-        """Upload what the next replay computes."""
-        decodes, prompts = (
-            [(s.row, start, length) for s, start, length in runs] for runs in (plan.decodes, plan.chunks)
-        )
-        token_ids = [id for s, start, length in plan.chunks for id in s.prompt[start : start + length]]
-        chunks = [self.decodes + i for i, run in enumerate(plan.chunks) if run.yields_token]
-        layout = self._layout(decodes, prompts, token_ids, [*range(len(plan.decodes)), *chunks])
-        self.numbers.copy_(device.upload(layout.numbers))
-
-    def _layout(
-        self,
-        decodes: Sequence[tuple[int, int, int]],
-        chunks: Sequence[tuple[int, int, int]],
-        token_ids: list[int],
-        sampled: list[int],
-    ) -> Layout:
-        """The step of these runs (row, first position, tokens), filled up; `sampled` are indices of the padded runs."""
-        padding = self.tokens - len(token_ids)
-        runs = chain(
-            decodes,
-            [(0, 0, 1)] * (self.decodes - len(decodes)),
-            chunks,
-            [(0, 0, 0)] * (PROMPTS - len(chunks)),
-            [(0, 0, padding)],
-        )
-        layout = Layout.of(list(runs), [*token_ids, *[0] * padding], self.decodes)
-        nobody = [self.decodes + PROMPTS] * (self.decodes + PROMPTS - len(sampled))
-        return replace(layout, sampled=[*sampled, *nobody])
+    def choose_by(self, choices: Sequence[TokenChoice]) -> None:
+        """Upload what the sequences' tokens are sampled by, unless it is as it was."""
+        if self.choices != choices:
+            self.settings.copy_(self._device.upload(settings_of(choices, self.settings.shape[1]), torch.float64))
+            self.choices = choices
 
 
 class MixedGraphs:
@@ -336,3 +257,71 @@ class MixedGraphs:
             return hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows
 
         return step
+
+
+class MixedGraph:
+    """One captured step: room for its numbers, and its replay."""
+
+    def __init__(self, decodes: int, tokens: int, device: Device):
+        self.decodes, self.tokens = decodes, tokens
+        self.blank = self._layout([], [], [], [])
+        self.numbers = device.upload(self.blank.numbers)
+        self.replay: Computation | None = None
+
+    def fill(self, plan: StepRuns, device: Device) -> None:
+        """Upload what the next replay computes."""
+        decodes, prompts = (
+            [(s.row, start, length) for s, start, length in runs] for runs in (plan.decodes, plan.chunks)
+        )
+        token_ids = [id for s, start, length in plan.chunks for id in s.prompt[start : start + length]]
+        chunks = [self.decodes + i for i, run in enumerate(plan.chunks) if run.yields_token]
+        layout = self._layout(decodes, prompts, token_ids, [*range(len(plan.decodes)), *chunks])
+        self.numbers.copy_(device.upload(layout.numbers))
+
+    def _layout(
+        self,
+        decodes: Sequence[tuple[int, int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+        token_ids: list[int],
+        sampled: list[int],
+    ) -> Layout:
+        """The step of these runs (row, first position, tokens), filled up; `sampled` are indices of the padded runs."""
+        padding = self.tokens - len(token_ids)
+        runs = chain(
+            decodes,
+            [(0, 0, 1)] * (self.decodes - len(decodes)),
+            chunks,
+            [(0, 0, 0)] * (PROMPTS - len(chunks)),
+            [(0, 0, padding)],
+        )
+        layout = Layout.of(list(runs), [*token_ids, *[0] * padding], self.decodes)
+        unused = [self.decodes + PROMPTS] * (self.decodes + PROMPTS - len(sampled))
+        return replace(layout, sampled=[*sampled, *unused])
+
+
+class AgreedCapture:
+    """A `GraphCapture` whose captures exist on every rank or on none. `failures`: why some do not, one for each."""
+
+    def __init__(self, capture: GraphCapture, shard: Shard, device: torch.device):
+        # What computes while it captures would have computed a part when it fails.
+        assert not capture.computes
+        self.sizes, self.prompt_tokens = capture.sizes, capture.prompt_tokens
+        self.computes = False
+        self.failures: list[str] = []
+        self._capture = capture
+        self._shard = shard
+        self._device = device
+
+    def __call__(self, function: Computation) -> Computation:
+        """A replay of `function`, or `function` itself where a rank has none. All ranks capture in the same order."""
+        replay, problem = function, None
+        try:
+            replay = self._capture(function)
+        except CaptureFailed as error:
+            problem = str(error)
+        reason = self._shard.first_problem(problem, self._device)
+        if reason is None:
+            return replay
+        log.warning("a step is computed without a graph: %s", reason)
+        self.failures.append(reason)
+        return function

@@ -1,25 +1,19 @@
-"""Which tokens sequences hold already, and how often each was generated: what penalties ask for.
+"""Rules of single requests for logits, before warpers: penalties' histories, biases of tokens, and what grammars allow.
 
-Shapes: S sequences that step together, Vl this rank's part of the vocabulary.
+A history says which tokens a sequence holds already, and how often each was generated: penalties ask for it.
 
-What is added to the logits of single tokens before anything else: biases, words and ends that must not come (yet).
+Biases are added to the logits of single tokens; so are words and ends that must not come, or not yet. They are sparse:
+a row that asks for three tokens pays for three, and one that asks for nothing pays nothing. Where and what to add is
+uploaded once for as long as the same sequences step together. A word of several tokens is banned by its last one, in
+steps whose tokens before were just generated: only the device knows these in time, so it keeps them.
 
-Sparse on purpose: a row that asks for three tokens pays for three, and one that asks for nothing pays nothing. Where
-and what to add is uploaded once for as long as the same sequences step together. A word of several tokens is banned by
-its last one, in steps whose tokens before were just generated: the device alone knows these in time, so it keeps them.
+What a grammar allows is found beside the router, from the text so far, and a shard is told for each step. A rank makes
+the logits of its other tokens minus infinity. Equal masks, as sequences inside a string share them, cross the wire once
+and are unpacked once. A grammar counts more than biases, banned words and `min_tokens`: where these leave nothing of
+what it allows, they do not count in that step.
 
-Shapes: R rows, Vl this rank's part of the vocabulary, W banned words of several tokens, P = MOST_WORD_TOKENS - 1.
-
-What grammars allow in a step: tokens that sequences may get, and the end of all others.
-
-Which those are is found beside the router, from the text so far, and a shard is told for each step. A rank makes the
-logits of its other tokens minus infinity, before anything else looks at them. Equal masks, as sequences inside a string
-share them, cross the wire once and are unpacked once.
-
-A grammar counts more than biases, banned words and `min_tokens`: where these leave nothing of what it allows, they do
-not count in that step.
-
-Shapes: R rows, V vocabulary, Vl this rank's part of it, U different masks in bits.
+Shapes: R rows, S sequences that step together, V vocabulary, Vl this rank's part of it, W banned words of several
+tokens, P = MOST_WORD_TOKENS - 1, U different masks in bits.
 """
 
 from __future__ import annotations
@@ -36,6 +30,10 @@ from torch import Tensor
 
 from server.backends.device import Device
 from server.stepping.vocabulary import Vocabulary
+
+MOST_WORD_TOKENS = 32  # of a banned word
+ANY, NONE = -1, -2  # in place of a token: whatever stands there, and nothing
+NEVER = float("-inf")
 
 
 class History:
@@ -112,10 +110,6 @@ class HistoryTable:
     def _places(self, token_ids: Tensor) -> Tensor:
         places, width = token_ids - self._start, self._seen.shape[1] - 1
         return places.masked_fill((places < 0) | (places >= width), width)
-
-
-MOST_WORD_TOKENS = 32  # of a banned word
-ANY, NONE = -1, -2  # in place of a token: whatever stands there, and nothing
 
 
 @dataclass(frozen=True)
@@ -218,9 +212,6 @@ class _Places:
         """Add values [n] to logits [R, Vl], in place; what comes twice is added twice."""
         if self.any:
             logits.index_put_((self._rows, self._columns), values, accumulate=True)
-
-
-NEVER = float("-inf")
 
 
 @dataclass(frozen=True, eq=False)

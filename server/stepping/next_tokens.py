@@ -1,12 +1,11 @@
-"""The next tokens of a step's sequences, from their logits, a few rows at a time.
+"""What a step's logits give: the next tokens of its sequences, and log-probabilities of tokens that were known before.
 
-Between the engine, which has logits, and `Sampler`, which is made for certain choices: most steps choose for the same
-sequences as the step before, so that what a sampler has uploaded once is used again.
+`TokenChooser` stands between the engine, which has logits, and `Sampler`, which is made for certain choices: most steps
+choose for the same sequences as the step before, so that what a sampler has uploaded once is used again.
 
-What a step reports of tokens that were known before it: log-probabilities of a prompt, and of forced tokens.
-
-These come from the logits at each token's predecessor, a few rows at a time, so that a long prompt takes no more memory
-than a batch does. They are the model's own: nothing that tokens are chosen by changes them.
+Known tokens are those of a prompt, and those that a grammar forced. Their log-probabilities come from the logits at
+each token's predecessor, and are the model's own: nothing that tokens are chosen by changes them. All is done a few
+rows at a time, so that a long prompt takes no more memory than a batch does.
 
 Shapes: k tokens of one chunk, n candidates of each.
 """
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from server.arch.footprint import LOGIT_ROWS
 from server.backends.device import Device
 from server.stepping.batch import Forward
 from server.stepping.logit_rules import Allowed
@@ -26,14 +26,11 @@ from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.sequences import SequenceState, TokenRun
 from server.stepping.vocabulary import Vocabulary
 
-# Rows whose logits are looked at together: 128 rows of BLOOM's 250,880 are 128 MB, and sampling takes several times
-# that.
-LOGIT_ROWS = 128
 # Samplers that are kept for the same rows: sequences with a grammar take part in one step and sit out the next.
 MOST_SAMPLERS = 4
 
 
-class Chooser:
+class TokenChooser:
     """Chooses the tokens of one engine."""
 
     def __init__(self, watermark: Watermark, device: Device, vocabulary: Vocabulary):

@@ -1,27 +1,23 @@
 """From logits to token ids: vectorised over the rows of a step, and the same on every rank.
 
-First come the biases of single tokens (`biases.py`) and what grammars allow (`masks.py`), then penalties and warpers in
-TGI's order: watermark, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p, typical-p.
-Each touches only the rows that ask for it, so a request's tokens do not depend on its neighbours.
+First come the biases of single tokens and what grammars allow (`logit_rules.py`), then penalties and warpers in TGI's
+order: watermark, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p, typical-p. Each
+touches only the rows that ask for it, so a request's tokens do not depend on its neighbours.
 
 A token is drawn by the exponential race argmax(p / E) with E exponential noise, which needs no normalised
 probabilities; the noise is a pure function of (seed, position, token id). Every rank works on its own part of the
 vocabulary, and all know the same of the others' (`vocabulary.py`).
+
+A `Sampler` is made for certain choices and does what they ask for, while a captured graph repeats every operator. So
+`choose_captured` is one fixed computation of temperature, top-k and top-p, which most sampled requests ask for alone:
+every row goes through all of it, by settings in a tensor that may be neutral, and gets the token that a `Sampler` gives
+it. What sequences ask for may change without another capture.
 
 Papers: repetition penalty, Keskar et al. 2019 (arXiv 1909.05858); top-p, Holtzman et al. 2019 (arXiv 1904.09751);
 typical-p, Meister et al. 2022 (arXiv 2202.00666); min-p, Nguyen et al. 2024 (arXiv 2407.01082); watermark, Kirchenbauer
 et al. 2023 (arXiv 2301.10226).
 
 Shapes: R rows that get a token in this step, Vl this rank's part of the vocabulary, n candidates reported.
-
-Sampling by temperature, top-k and top-p as one fixed computation, for steps that are captured.
-
-A `Sampler` is made for certain choices and does what they ask for; a graph repeats every operator. So here every row
-goes through all of it, with settings that may be neutral and lie in a tensor: what sequences ask for may change without
-another capture. Most sampled requests ask for nothing else; for anything else the engine samples outside of the
-graph. The tokens are those of a `Sampler`.
-
-Shapes: S rows, Vl this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -107,7 +103,7 @@ class Watermark:
 
 
 class Chosen(NamedTuple):
-    """The tokens of one step, on the device. Without candidates, nobody asked for any."""
+    """The tokens of one step, on the device. Without candidates, none were asked for."""
 
     token_ids: Tensor  # [R] int64
     logprobs: Tensor  # [R] float32, after penalties and warpers but for rows that want raw ones
@@ -352,7 +348,7 @@ NUM_SETTINGS = 6
 
 
 def settings_of(choices: Sequence[TokenChoice], size: int) -> list[list[float]]:
-    """[NUM_SETTINGS, size] what `choose` reads, to be uploaded as float64; behind the choices, greedy rows fill up."""
+    """[NUM_SETTINGS, size] for `choose_captured`, to be uploaded as float64; greedy rows fill up behind the choices."""
     rows = [_row(choice) for choice in choices] + [_row(TokenChoice())] * (size - len(choices))
     return [list(column) for column in zip(*rows, strict=True)]
 
@@ -364,10 +360,12 @@ def _row(choice: TokenChoice) -> tuple[float, ...]:
     return 1, temperature, choice.top_k, choice.top_p, choice.seed & MASK32, choice.seed >> 32
 
 
-def choose(vocabulary: Vocabulary, logits: Tensor, settings: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token [S] of each row of logits [S, Vl], and its log-probability [S].
+def choose_captured(
+    vocabulary: Vocabulary, logits: Tensor, settings: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The next token [R] of each row of logits [R, Vl], and its log-probability [R].
 
-    settings: [NUM_SETTINGS, S] float64, see `settings_of`; positions: [S] that the tokens will have.
+    settings: [NUM_SETTINGS, R] float64, see `settings_of`; positions: [R] that the tokens will have.
     """
     columns = settings.unsqueeze(2)
     is_drawn, temperature, p = settings[0] > 0, columns[1].float(), columns[3].float()

@@ -58,7 +58,7 @@ class SequenceState:
 
     def extend(self, token_ids: list[int]) -> None:
         """Go on with these tokens, the first of which it got in the step before."""
-        unknown = self.computed - len(self.prompt)  # the device knew them, and nobody reads them again
+        unknown = self.computed - len(self.prompt)  # the device knew them, and they are not read again
         self.prompt += [0] * unknown + token_ids
         self.reported_from = self.computed + 1 if self.choice.raw_logprobs else NOTHING
         if self.history is not None:
@@ -81,13 +81,13 @@ class TokenRun(NamedTuple):
 
     @property
     def reported(self) -> range:
-        """Positions of the tokens that are known, whose log-probabilities it finds and that somebody asked for."""
+        """Positions of the tokens that are known, whose log-probabilities it finds and that were asked for."""
         first = max(self.sequence.reported_from, self.start + 1)
         return range(first, min(self.start + self.length + 1, len(self.sequence.prompt)))
 
 
 class StepRuns(NamedTuple):
-    """Whose tokens a step computes, and who is new. One that has no runs computes nothing."""
+    """Whose tokens a step computes, and which sequences are new. One that has no runs computes nothing."""
 
     decodes: list[TokenRun]
     chunks: list[TokenRun]
@@ -123,7 +123,7 @@ class SequenceTable:
     def apply(self, request: pb.StepRequest) -> StepRuns:
         """Forget all if asked to, retire and add, and plan the step, whose tokens count as computed from now on.
 
-        Raises StepError for a request that breaks the contract; then nothing has changed but that whoever retires left.
+        Raises StepError for a request that breaks the contract; then only retired sequences have left.
         """
         self._forget([*self.sequences] if request.reset else request.retire)
         if request.add or request.extend or request.chunk_ids:

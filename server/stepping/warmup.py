@@ -18,12 +18,12 @@ from functools import partial
 
 import torch
 
+from server.arch.footprint import LOGIT_ROWS
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
 from server.ranks.distributed import COLLECTIVE_TIMEOUT
 from server.stepping import cache
 from server.stepping.engine import LEAST_SEQUENCES, Engine
-from server.stepping.next_tokens import LOGIT_ROWS
 
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)
@@ -63,7 +63,7 @@ class Warmed:
     graph_bytes: int  # of the decode steps that are captured beforehand; 0: not measured
     captured: str  # which decode steps are captured, for people
     products: Sequence[str]  # which way each product is computed that was measured, for people
-    clocks: str  # of the device while one sequence decoded, for people; empty: nobody tells
+    clocks: str  # of the device while one sequence decoded, for people; empty: not known
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from launch.commands.tls import certificates
 from server.link import handshake
 from server.link.config import CONTROL, LinkConfig, Order
 from server.link.handshake import Greeting, Refused, answer, read_answer
-from server.link.link import MOST, MOST_FAILURES, MOST_OF_ONE, Link, Strangers
+from server.link.link import MOST, MOST_FAILURES, MOST_OF_ONE, HandshakeLimiter, Link
 
 SHARD = "group-1/shard-1.sock"
 
@@ -195,7 +195,7 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkey
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that knows few strangers and has patience with them."""
+    """A link that lets few unidentified connections in, and waits long for them."""
     monkeypatch.setattr("server.link.link.MOST", 40)
     monkeypatch.setattr("server.link.link.HANDSHAKE_S", 120.0)
 
@@ -263,50 +263,50 @@ def test_many_of_the_cluster_s_own_at_once_wait_for_each_other(node: Make, tmp_p
 
 
 def test_an_address_that_fails_again_and_again_waits_for_the_next_second() -> None:
-    strangers = Strangers()
+    limiter = HandshakeLimiter()
     for _ in range(MOST_FAILURES):
-        visit = strangers.enter("10.0.0.1", 100.0)
+        visit = limiter.enter("10.0.0.1", 100.0)
         assert visit is not None
-        strangers.leave(visit, is_known=False)
-    assert strangers.enter("10.0.0.1", 100.9) is None
-    assert strangers.enter("::ffff:10.0.0.1", 100.9) is None
-    assert strangers.enter("10.0.0.2", 100.9) is not None
-    assert strangers.enter("10.0.0.1", 101.0) is not None
+        limiter.leave(visit, is_known=False)
+    assert limiter.enter("10.0.0.1", 100.9) is None
+    assert limiter.enter("::ffff:10.0.0.1", 100.9) is None
+    assert limiter.enter("10.0.0.2", 100.9) is not None
+    assert limiter.enter("10.0.0.1", 101.0) is not None
 
 
 def test_who_waits_behind_those_who_fail_goes_with_them() -> None:
-    strangers, expelled = Strangers(), 0
+    limiter, expelled = HandshakeLimiter(), 0
 
     def expel() -> None:
         nonlocal expelled
         expelled += 1
 
-    visits = [strangers.enter("10.0.0.1", 100.0, expel) for _ in range(MOST_FAILURES + MOST_OF_ONE + 5)]
+    visits = [limiter.enter("10.0.0.1", 100.0, expel) for _ in range(MOST_FAILURES + MOST_OF_ONE + 5)]
     for visit in visits:
         assert visit is not None
-        strangers.leave(visit, is_known=False)
+        limiter.leave(visit, is_known=False)
     assert 6 == expelled  # the others spoke before as many had failed
-    assert strangers.enter("10.0.0.1", 101.0) is not None
+    assert limiter.enter("10.0.0.1", 101.0) is not None
 
 
 def test_addresses_that_begin_alike_are_one_and_wait_for_each_other() -> None:
-    strangers = Strangers()
-    visits = [strangers.enter(f"2001:db8:0:{host:x}::1", 100.0) for host in range(MOST_OF_ONE + 1)]
+    limiter = HandshakeLimiter()
+    visits = [limiter.enter(f"2001:db8:0:{host:x}::1", 100.0) for host in range(MOST_OF_ONE + 1)]
     assert [True] * MOST_OF_ONE + [False] == [visit is not None and visit.turn.is_set() for visit in visits]
-    other, first = strangers.enter("2001:db8:1::1", 100.0), visits[0]
+    other, first = limiter.enter("2001:db8:1::1", 100.0), visits[0]
     assert other is not None and other.turn.is_set() and first is not None
-    strangers.leave(first, is_known=True)
+    limiter.leave(first, is_known=True)
     assert visits[-1] is not None and visits[-1].turn.is_set()
 
 
 def test_where_too_many_are_here_the_latest_of_the_largest_crowd_goes() -> None:
-    strangers = Strangers()
+    limiter = HandshakeLimiter()
     expelled: list[int] = []
     for number in range(MOST):
-        assert strangers.enter("10.0.0.1", 100.0, partial(expelled.append, number)) is not None
-    assert strangers.enter("10.0.0.1", 100.0) is None
-    assert all(strangers.enter("10.0.1.1", 100.0) is not None for _ in range(MOST // 2))
-    assert strangers.enter("10.0.1.1", 100.0) is None
+        assert limiter.enter("10.0.0.1", 100.0, partial(expelled.append, number)) is not None
+    assert limiter.enter("10.0.0.1", 100.0) is None
+    assert all(limiter.enter("10.0.1.1", 100.0) is not None for _ in range(MOST // 2))
+    assert limiter.enter("10.0.1.1", 100.0) is None
     assert list(range(MOST - 1, MOST // 2 - 1, -1)) == expelled
 
 

@@ -18,7 +18,7 @@ from server.arch.stages import stages_of
 from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.layers import can_pack
+from server.backends.cpu.layers import onednn_packs
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint import quantisation
@@ -31,14 +31,15 @@ from server.quant.kv import KV_FORMATS
 from server.ranks.distributed import Shard
 from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine
-from server.stepping.ring import Ring, Stages
+from server.stepping.pipeline import StageConnections, StageNeighbours
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 
 CPU = torch.device("cpu")
 # What packs weights in bfloat16 for oneDNN.
 PACKED = pytest.mark.skipif(
-    not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 with what this processor has, or may use, such as AVX2"
+    not onednn_packs(torch.bfloat16),
+    reason="oneDNN has no bfloat16 with what this processor has, or may use, such as AVX2",
 )
 GREEDY = pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
 
@@ -74,7 +75,7 @@ def load_engine(
     total_tokens: int | None = None,
     warms_up: bool = True,
     stage: tuple[int, int] = (0, 1),
-    ring: Ring | None = None,
+    ring: StageConnections | None = None,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
@@ -102,7 +103,7 @@ def load_engine(
     )
     part = stages_of(spec, stage[1])[stage[0]]
     model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement, stage=part)
-    neighbours = Stages(part, shard, ring, backend.device, dtype, spec.hidden_size) if stage[1] > 1 else None
+    neighbours = StageNeighbours(part, shard, ring, backend.device, dtype, spec.hidden_size) if stage[1] > 1 else None
     why_not = backend.why_not_captured(spec, stored.name, shard.world_size) if captured else "not wanted"
     if isinstance(placement, Streaming):
         why_not = "weights stream"

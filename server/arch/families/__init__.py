@@ -74,10 +74,10 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
 
 def has(hf_config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's config.json is of one of these families. Raises ValueError where it says no text."""
-    return model_type_of(hf_config) in FAMILIES
+    return _model_type_of(hf_config) in FAMILIES
 
 
-def model_type_of(hf_config: Mapping[str, Any]) -> str:
+def _model_type_of(hf_config: Mapping[str, Any]) -> str:
     """What config.json calls the model's kind; empty where it does not. Raises ValueError where that is no text."""
     given = {"model_type": hf_config.get("model_type")}
     return str(checked(given).get("model_type", ""))
@@ -85,7 +85,7 @@ def model_type_of(hf_config: Mapping[str, Any]) -> str:
 
 def find(hf_config: Mapping[str, Any]) -> tuple[Family, ArchSpec]:
     """The family of a checkpoint's config.json, and its spec. Raises ValueError for what cannot be served."""
-    model_type = model_type_of(hf_config)
+    model_type = _model_type_of(hf_config)
     if model_type not in FAMILIES:
         raise ValueError(f"config.json says model_type {model_type!r}; served are: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]

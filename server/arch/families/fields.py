@@ -1,4 +1,4 @@
-"""The fields of config.json that families read, and what each must be: whoever made a checkpoint wrote them.
+"""The fields of config.json that families read, and what each must be: a checkpoint is untrusted.
 
 A field of the wrong kind is one sentence here, and not an error somewhere in the arithmetic. Fields that no family
 reads pass, and so does null, which counts as left out. Left out: whether fields fit each other (`spec.validate`).

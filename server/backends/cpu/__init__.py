@@ -2,8 +2,7 @@
 
 They are optional. Everything here has an equal in stock torch operators (`backends/reference/`), against which it is
 tested, and which serves where there is no compiler or `--cpu-kernels` is none; there only the linear layers have a
-faster form of their own (`onednn.py`). Left out: dtypes other than float32 and bfloat16, which the reference backend
-serves.
+faster form (`OneDnnFormat`). Left out: dtypes other than float32 and bfloat16, which the reference backend serves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels
-from server.backends.cpu.layers import KernelNorm, OneDnnFormat, PanelFormat, can_pack, kernel_gate
+from server.backends.cpu.layers import KernelNorm, OneDnnFormat, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.levels import LevelFormat
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
@@ -153,10 +152,12 @@ def choose(
             if kernels in cpu_kinds.NAMED:
                 raise ValueError(f"--cpu-kernels is {kernels}: {error}") from error
             reason = f"the compiled CPU kernels are not used: {error}"
-    return OneDnnBackend([reason]) if can_pack(dtype) else ReferenceBackend(CpuDevice(), [reason])
+    return OneDnnBackend([reason]) if onednn_packs(dtype) else ReferenceBackend(CpuDevice(), [reason])
 
 
-def load(compilers: Sequence[str] = COMPILERS, shipped: Path = build.FOLDER, kind: Kind = cpu_kinds.NATIVE) -> Kernels:
+def load(
+    compilers: Sequence[str] = COMPILERS, shipped: Path = build.PORTABLE, kind: Kind = cpu_kinds.NATIVE
+) -> Kernels:
     """The compiled kernels of a kind, by default all that this machine can do: its own, or those in `shipped`.
 
     Raises BuildError, which says why there are none.
@@ -166,7 +167,7 @@ def load(compilers: Sequence[str] = COMPILERS, shipped: Path = build.FOLDER, kin
     try:
         return Kernels(compiled_library(compilers=compilers, kind=kind))
     except BuildError:
-        library = build.fitting(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
+        library = build.portable_library(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
         if library is None:
             raise
         return Kernels(library)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     is_portable = sys.argv[1:] == ["--portable"]
     try:
         if is_portable:
-            print(f"CPU kernels: compiled into {build.compile_all()}")
+            print(f"CPU kernels: compiled into {build.compile_portable()}")
         else:
             load()
             print("CPU kernels: compiled")

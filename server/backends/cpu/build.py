@@ -1,18 +1,15 @@
-"""Compiles the C++ files beside this one, once for each kind, machine, compiler and version of them.
+"""Compiles the C++ files beside this one, on the machine that serves, or before for machines without a compiler.
 
-The library is plain C++ without torch's headers, so that it compiles in seconds. What the machine's CPU has is used
-(`-march=native`) unless a kind is asked for by name, which is why nothing is shipped compiled but to machines without a
-compiler (`portable.py`).
+The library is plain C++ without torch's headers, so that it compiles in seconds, once for each kind of CPU, machine,
+compiler and version of the files. Unless a kind is named, all that the machine's CPU has is used (`-march=native`), and
+the result is good for this machine alone. Ranks that start together may all compile: each does so in a directory of its
+own and moves the result into place, which is atomic, and the results are the same.
 
-Ranks that start together may all compile: each does so in a directory of its own and moves the result into place, which
-is atomic, and the results are the same.
+`python -m server.backends.cpu --portable` compiles the files once for each kind of CPU that they make a difference for,
+into a folder beside them: a container's image has these. What a machine compiles for itself is preferred to them. A
+library's name tells from which sources and with which options it was made, so that an outdated one is never loaded.
 
-Kernels that were compiled somewhere else, for machines without a compiler: a container's image has them.
-
-`python -m server.backends.cpu --portable` compiles the C++ files once for each kind of CPU that they make a difference
-for, into a folder beside them. A library's name tells of which sources and with which options it was made, so that one
-of other sources is never loaded. What a machine compiles for itself goes before them (`build.py`). Left out: CPUs
-without AVX2, and those that are not x86-64. Stock torch operators serve there.
+Left out: CPUs without AVX2, and those that are not x86-64. Stock torch operators serve there.
 """
 
 from __future__ import annotations
@@ -31,9 +28,10 @@ from host.cpu_kinds import KINDS, NATIVE, Kind, cpu_flags
 from host.folders import make_private
 
 SOURCES = Path(__file__).parent
+PORTABLE = SOURCES / "compiled"
+LIBRARY = "kernels.so"
 COMPILERS = ("g++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
-LIBRARY = "kernels.so"
 COMMAND_SECONDS = 300  # the longest takes 3 on a core of its own
 
 
@@ -46,7 +44,7 @@ def compiled_library(cache: Path | None = None, compilers: Sequence[str] = COMPI
 
     Raises BuildError.
     """
-    compiler = find_compiler(compilers)
+    compiler = _find_compiler(compilers)
     try:
         directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler, kind)
         if not (directory / LIBRARY).is_file():
@@ -57,24 +55,39 @@ def compiled_library(cache: Path | None = None, compilers: Sequence[str] = COMPI
     return directory / LIBRARY
 
 
-def find_compiler(compilers: Sequence[str] = COMPILERS) -> str:
-    """The path of the first that is installed. Raises BuildError if none is."""
-    for name in compilers:
-        if path := shutil.which(name):
-            return path
-    raise BuildError(f"no C++ compiler was found ({', '.join(compilers)}): install g++")
+def portable_library(
+    folder: Path = PORTABLE,
+    machine: str = platform.machine(),
+    flags: Collection[str] | None = None,
+    kinds: Sequence[Kind] = KINDS,
+) -> Path | None:
+    """The library in `folder` of the first of `kinds` that a machine with these `flags` can run (by default this one).
+
+    None where there is none.
+    """
+    if not folder.is_dir():
+        return None
+    libraries = (portable_path(kind, folder) for kind in kinds if kind.why_not(machine, flags) is None)
+    return next((path for path in libraries if path.is_file()), None)
 
 
-def _key(compiler: str, kind: Kind) -> str:
-    """Differs wherever the compiled library would."""
-    machine = [platform.machine(), " ".join(cpu_flags())]
-    return f"{kind.name}-{digest([_run([compiler, '--version']), ' '.join((*FLAGS, *kind.options)), *machine])}"
+def portable_path(kind: Kind, folder: Path) -> Path:
+    """Where in `folder` the library of a kind is, if one was made of these sources."""
+    return folder / f"{kind.name}-{_digest([*FLAGS, *kind.options])}.so"
 
 
-def digest(parts: Sequence[str]) -> str:
-    """A name for what is made of the sources in the way that `parts` tell."""
-    sources = [path.name + path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
-    return hashlib.sha256("\0".join([*parts, *sources]).encode()).hexdigest()[:16]
+def compile_portable(
+    folder: Path = PORTABLE, kinds: Sequence[Kind] = KINDS, compilers: Sequence[str] = COMPILERS
+) -> Path:
+    """Compile a library for each of the kinds, whatever this machine is; returns the folder that they are in.
+
+    Raises BuildError without a compiler, or with one that does not know a kind; OSError.
+    """
+    compiler = _find_compiler(compilers)
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in kinds:
+        compile_sources(compiler, kind.options, portable_path(kind, folder))
+    return folder
 
 
 def compile_sources(compiler: str, target: Sequence[str], library: Path) -> None:
@@ -90,6 +103,26 @@ def compile_sources(compiler: str, target: Sequence[str], library: Path) -> None
         os.replace(linked, library)
 
 
+def _find_compiler(compilers: Sequence[str] = COMPILERS) -> str:
+    """The path of the first that is installed. Raises BuildError if none is."""
+    for name in compilers:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C++ compiler was found ({', '.join(compilers)}): install g++")
+
+
+def _key(compiler: str, kind: Kind) -> str:
+    """Differs wherever the compiled library would."""
+    machine = [platform.machine(), " ".join(cpu_flags())]
+    return f"{kind.name}-{_digest([_run([compiler, '--version']), ' '.join((*FLAGS, *kind.options)), *machine])}"
+
+
+def _digest(parts: Sequence[str]) -> str:
+    """A name for what is made of the sources in the way that `parts` tell."""
+    sources = [path.name + path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
+    return hashlib.sha256("\0".join([*parts, *sources]).encode()).hexdigest()[:16]
+
+
 def _run(command: Sequence[str]) -> str:
     """What the command prints."""
     try:
@@ -103,39 +136,3 @@ def _run(command: Sequence[str]) -> str:
         complaint = next((line for line in lines if "error" in line), lines[-1])
         raise BuildError(f"{command[0]} failed: {complaint.strip()}; a g++ of version 11 or later is needed")
     return result.stdout
-
-
-FOLDER = SOURCES / "compiled"
-
-
-def library(kind: Kind, folder: Path) -> Path:
-    """Where in `folder` the library of a kind is, if one was made of these sources."""
-    return folder / f"{kind.name}-{digest([*FLAGS, *kind.options])}.so"
-
-
-def compile_all(folder: Path = FOLDER, kinds: Sequence[Kind] = KINDS, compilers: Sequence[str] = COMPILERS) -> Path:
-    """Compile a library for each of the kinds, whatever this machine is; returns the folder that they are in.
-
-    Raises BuildError without a compiler, or with one that does not know a kind; OSError.
-    """
-    compiler = find_compiler(compilers)
-    folder.mkdir(parents=True, exist_ok=True)
-    for kind in kinds:
-        compile_sources(compiler, kind.options, library(kind, folder))
-    return folder
-
-
-def fitting(
-    folder: Path = FOLDER,
-    machine: str = platform.machine(),
-    flags: Collection[str] | None = None,
-    kinds: Sequence[Kind] = KINDS,
-) -> Path | None:
-    """The library in `folder` of the first of `kinds` that a machine with these `flags` can run (by default this one).
-
-    None where there is none.
-    """
-    if not folder.is_dir():
-        return None
-    libraries = (library(kind, folder) for kind in kinds if kind.why_not(machine, flags) is None)
-    return next((path for path in libraries if path.is_file()), None)

@@ -2,7 +2,7 @@
 
 The inputs of a product are rounded to 8 bits too. Where a checkpoint wants that, it is done as it says, with one scale
 for each token. Where it leaves inputs as they are, as formats of 4 bits do, each block of at most 128 inputs of a token
-has a scale of its own; `arranged` says which. That is only done to bfloat16: who computes in float32 compares. A result
+has a scale of its own; `arranged` says which. That is only done to bfloat16: float32 is for comparisons. A result
 is bit for bit the same whatever else is in the step.
 
 Left out, and computed as `levels.py` says: tables of levels (NF4, FP4), float8, zeros that are no codes, and inputs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from server.backends.cpu.threads import memory_left
+from server.backends.cpu.limits import memory_left
 from server.backends.device import HostCopies, bytes_of_slots, map_pages
 
 # Memory kept back, because the estimate of what is free cannot see the other programs' next moves.

@@ -48,7 +48,7 @@ class Recorder(Protocol):
 class Kernels:
     """Every function of the library, ready to be called with addresses and numbers.
 
-    recorder: who is told of each call, beside its being made.
+    recorder: notes each call, beside its being made.
     """
 
     def __init__(self, path: Path):

@@ -1,15 +1,10 @@
-"""Linear layers and what stands between them, by compiled kernels.
+"""Linear layers and what stands between them on a CPU: by compiled kernels, or by oneDNN's where none were compiled.
 
-A weight is stored once, in the kernels' own order (see `linear.cpp`), and serves one token as well as a
-prompt's thousands. A result is bit for bit the same whatever else is in the step. What follows a product (bias,
-activation, gate, residual) is done while its results are in registers.
+A weight is stored once, in the kernels' own order (see `linear.cpp`), and serves one token as well as a prompt's
+thousands. A result is bit for bit the same whatever else is in the step. What follows a product (bias, activation,
+gate, residual) is done while its results are in registers.
 
 Shapes: T tokens, D input features, F output features.
-
-Dense weights in the order in which oneDNN's CPU kernels read them, rearranged once while loading.
-
-`F.linear` lets oneDNN rearrange a bfloat16 weight at every call, which costs more than the product itself when there
-are few tokens: at 1 to 32 tokens the packed weight is 1.4 to 2.6 times as fast, and never slower up to 3,200.
 """
 
 from __future__ import annotations
@@ -26,34 +21,6 @@ from server.backends.cpu.memory import Arena
 from server.backends.protocol import Norm, Summand
 from server.backends.reference.linear import StockFormat
 
-# Tokens that the layout is chosen for: a decode batch. The choice makes no difference that could be measured.
-TYPICAL_TOKENS = 32
-
-
-class OneDnnFormat(StockFormat):
-    """A weight [F, D] that only oneDNN can read; the original is not kept."""
-
-    def __init__(self, weight: Tensor, *, is_gated: bool = False):
-        super().__init__(is_gated=is_gated)
-        self.nbytes = weight.nbytes
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
-        return product
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs weights of `dtype` on this processor.
-
-    That is the check which the operator itself makes. It heeds what ONEDNN_MAX_CPU_ISA leaves of the processor: with
-    AVX2 alone there is nothing for bfloat16.
-    """
-    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 # `Activation` of functions.h.
 ACTIVATIONS: dict[Activation | None, int] = {
     None: 0,
@@ -64,30 +31,6 @@ ACTIVATIONS: dict[Activation | None, int] = {
 }
 LINE = 64  # bytes of a cache's line, of which a panel of codes has whole ones
 PANEL_ROWS = 32  # rows of the weight that are stored together; the last panel is filled up with zeros
-
-
-class WeightFields(ctypes.Structure):
-    """`Weight` of linear.cpp."""
-
-    _fields_ = (
-        ("outputs", ctypes.c_long),
-        ("is_gated", ctypes.c_long),
-        ("panels", ctypes.c_void_p),
-        ("inputs", ctypes.c_long),
-        ("levels", ctypes.c_void_p),
-    )
-
-
-class _Norm(ctypes.Structure):
-    """`Norm` of rows.cpp."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("width", ctypes.c_long),
-        ("eps", ctypes.c_float),
-        ("is_centred", ctypes.c_int),
-    )
 
 
 class PanelFormat:
@@ -217,6 +160,62 @@ def kernel_gate(kernels: Kernels, activation: Activation, gate_up: Tensor) -> Te
     gate = kernels.gate[gate_up.dtype]
     gate(gate_up.data_ptr(), out.data_ptr(), tokens, width, ACTIVATIONS[activation], _threads())
     return out
+
+
+# Tokens that the layout is chosen for: a decode batch. The choice makes no difference that could be measured.
+TYPICAL_TOKENS = 32
+
+
+class OneDnnFormat(StockFormat):
+    """A weight [F, D] in the order in which oneDNN's kernels read it; the original is not kept.
+
+    `F.linear` lets oneDNN rearrange a bfloat16 weight at every call, which costs more than the product itself when
+    there are few tokens: at 1 to 32 tokens the packed weight is 1.4 to 2.6 times as fast, and never slower up to 3,200.
+    """
+
+    def __init__(self, weight: Tensor, *, is_gated: bool = False):
+        super().__init__(is_gated=is_gated)
+        self.nbytes = weight.nbytes
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return product
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether this build of torch packs weights of `dtype` on this processor.
+
+    That is the check which the operator itself makes. It heeds what ONEDNN_MAX_CPU_ISA leaves of the processor: with
+    AVX2 alone there is nothing for bfloat16.
+    """
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class WeightFields(ctypes.Structure):
+    """`Weight` of linear.cpp."""
+
+    _fields_ = (
+        ("outputs", ctypes.c_long),
+        ("is_gated", ctypes.c_long),
+        ("panels", ctypes.c_void_p),
+        ("inputs", ctypes.c_long),
+        ("levels", ctypes.c_void_p),
+    )
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of rows.cpp."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("width", ctypes.c_long),
+        ("eps", ctypes.c_float),
+        ("is_centred", ctypes.c_int),
+    )
 
 
 def address_of(tensor: Tensor | None) -> int | None:

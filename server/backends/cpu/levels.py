@@ -58,7 +58,7 @@ class LevelFormat(PanelFormat):
     ):
         rows, inputs = weight.shape
         self.dtype, self.inputs, self.outputs = dtype, inputs, rows // 2 if is_gated else rows
-        self._values, bits = values_of_codes(weight)
+        self._values, bits = _values_of_codes(weight)
         self._groups = weight.groups.short()
         assert weight.scale.shape[1] < 1 << 15, "groups have at least 8 inputs each, and a row less than 2^18"
         num_groups, has_zeros = weight.scale.shape[1], weight.zero is not None
@@ -97,7 +97,7 @@ class LevelFormat(PanelFormat):
         return super()._read_by_kernel(x if self._rounding is None else self._rounding.nearest(x))
 
 
-def values_of_codes(weight: QuantisedWeight) -> tuple[Tensor, int]:
+def _values_of_codes(weight: QuantisedWeight) -> tuple[Tensor, int]:
     """What each code stands for before its zero and scale, [16] or [256] float32, and the bits of a stored code."""
     bits = 4 if weight.bits <= 4 and weight.codes.dtype == torch.uint8 else 8
     values = torch.zeros(1 << bits)

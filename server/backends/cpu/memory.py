@@ -1,14 +1,12 @@
-"""Memory for weights in pages of 2 MiB.
+"""Memory of the host for weights: in pages of 2 MiB, and given back at once when it is freed.
 
 A weight that streams from memory once per step touches a new page of 4 KiB every 100 nanoseconds; with large pages the
 same reads were up to 1.5 times as fast. Linux gives them to anonymous memory that asks (`madvise`), where transparent
 huge pages are not switched off; elsewhere the memory is ordinary.
 
-The heap of the host while weights are loaded.
-
-The C library keeps freed memory for later, in pieces of up to 32 MiB. The original of every matrix that is packed or
-uploaded is freed at once, and what the library kept of them came to more than half of a model's weights. Small pieces
-it may keep, and gives back at the end: scales and zeros of a layer are worked on in dozens of them.
+The C library keeps freed memory for later, in pieces of up to 32 MiB. While weights are loaded, the original of every
+matrix that is packed or uploaded is freed, and what the library kept of them came to more than half of a model's
+weights. It may keep small pieces, such as a layer's scales and zeros, until the end.
 """
 
 from __future__ import annotations
@@ -50,8 +48,10 @@ USUAL_BYTES = 32 << 20  # where glibc's own threshold ends up in a program that 
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """While it lasts, memory that is freed returns to the system. Afterwards it is kept again, so that steps do not pay
-    for new pages. With a C library other than glibc nothing happens: they keep less."""
+    """While it lasts, freed memory returns to the system; afterwards it is kept, and steps do not pay for new pages.
+
+    With a C library other than glibc nothing happens: they keep less.
+    """
     library = ctypes.CDLL(None)
     mallopt = getattr(library, "mallopt", None)
     if mallopt is None or not hasattr(library, "malloc_trim"):

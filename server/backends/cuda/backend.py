@@ -10,7 +10,7 @@ from torch import Tensor
 
 from server.arch.spec import ArchSpec
 from server.backends.cuda.attention import PagedAttention
-from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture
+from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Shares
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES
 from server.backends.cuda.kernels.routing import FusedRouting
@@ -18,7 +18,6 @@ from server.backends.cuda.linear import CudaDense, CudaGrouped, Products
 from server.backends.cuda.logits import KernelLogits
 from server.backends.cuda.packing import FLOAT8, why_not_packed
 from server.backends.cuda.quantised import CudaQuantised, grouped
-from server.backends.cuda.shares import Shares
 from server.backends.device import Device
 from server.backends.protocol import (
     Attention,

@@ -119,7 +119,7 @@ class CudaDevice:
 
 
 def clocks_during(gpu: str, action: Callable[[], object]) -> str:
-    """Run `action`: the clocks and the power of this GPU (its UUID) meanwhile; empty where nobody tells.
+    """Run `action`: the clocks and the power of this GPU (its UUID) meanwhile; empty where they are not known.
 
     The driver's own tool is asked, as torch needs a package of its own for them. A GPU that is throttled explains
     what no kernel does.

@@ -23,12 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.cuda.choice import Asked, Chooser
+from server.backends.cuda.choice import Alternatives, Chooser, Shares
 from server.backends.cuda.kernels.linear import Epilogue, Tiling, Workspace, multiply_rows, tilings
-from server.backends.cuda.shares import Shares
-from server.backends.reference.activation import Gate
 from server.backends.reference.experts import GroupedDense
-from server.backends.reference.linear import DenseFormat
+from server.backends.reference.linear import DenseFormat, Gate
 
 # Rows up to which the kernel is the usual way, and up to which it is worth a try: between them, one of both is faster.
 USUAL_ROWS, MOST_ROWS = 8, 64
@@ -129,9 +127,9 @@ class Product:
         kernels: list[Way] = [partial(self._few_rows, tiling=tiling) for tiling in kinds]
         return [*kernels, self._stock] if rows <= self._usual_rows else [self._stock, *kernels]
 
-    def _asked(self, rows: int, has: Sequence[object]) -> Asked:
+    def _asked(self, rows: int, has: Sequence[object]) -> Alternatives:
         product = named(self._weight.shape, self._weight.dtype, rows, has)
-        return Asked(product, names_of(self._ways(rows), "cuBLAS"), self._weight.nbytes)
+        return Alternatives(product, names_of(self._ways(rows), "cuBLAS"), self._weight.nbytes)
 
     def _few_rows(
         self, x: Tensor, epilogue: Epilogue, *, tiling: Tiling | None = None, dtype: torch.dtype | None = None

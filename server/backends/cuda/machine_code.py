@@ -2,8 +2,8 @@
 """What Triton makes of kernels for a GPU, without one: registers, memory and instructions of each.
 
 Inside `compiled_for`, a launch compiles its kernel for a compute capability and is then left out. What the assembler
-made is read with the tools that Triton brings along: registers and memory at once, instructions when somebody asks for
-them, and then those of all kernels, since the disassembler takes longer to start than a kernel to compile. Nothing here
+made is read with the tools that Triton brings along: registers and memory at once, instructions when they are asked
+for, and then those of all kernels, since the disassembler takes longer to start than a kernel to compile. Nothing here
 says how fast a kernel is: only whether it spills registers, how many of its programs share a multiprocessor, and which
 loads and products it was made into.
 

@@ -2,9 +2,9 @@
 
 Weights whose inputs are taken as they are (GPTQ, AWQ, int4, NF4 and FP4, int8) are unpacked in the kernel for few rows
 as for many (`kernels/packed.py`): none is ever widened as a whole. Where inputs are rounded too (W8A8 in int8 and
-float8), one launch rounds them (`kernels/inputs.py`), and the product of codes is the kernel's, or `torch._int_mm`'s or
-`torch._scaled_mm`'s: torch's is the usual way where it was measured to reach enough of its limit (`shares.py`), and one
-of those that are timed before captures (`choice.py`). What no kernel multiplies is left to the reference's operators
+float8), one launch rounds them (`kernels/around.py`), and the product of codes is the kernel's, or `torch._int_mm`'s or
+`torch._scaled_mm`'s: torch's is the usual way where it was measured to reach enough of its limit, and one of those that
+are timed before captures (both in `choice.py`). What no kernel multiplies is left to the reference's operators
 (`packing.why_not_packed`).
 
 `torch._weight_int4pack_mm` is no way: it wants scales and zero points in bfloat16, which those of checkpoints in
@@ -25,15 +25,14 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.cuda.choice import Asked
+from server.backends.cuda.choice import Alternatives
 from server.backends.cuda.kernels.around import finish_integers, gather_inputs, largest_magnitudes, round_inputs
 from server.backends.cuda.kernels.linear import Epilogue, Tiling
 from server.backends.cuda.kernels.packed import multiply_packed, packed_tilings
 from server.backends.cuda.linear import Products, named, names_of
 from server.backends.cuda.packing import PackedWeight, pack, stacked_weights
 from server.backends.protocol import GroupedLinear, Maximum
-from server.backends.reference.activation import Gate
-from server.backends.reference.linear import activated
+from server.backends.reference.linear import Gate, activated
 from server.quant.stored import QuantisedWeight, RoundedInputs
 
 # Rows from which a gate is an operator of its own: the kernel's tiles have no room for both halves of so many.
@@ -166,10 +165,10 @@ class CudaQuantised:
         is_good = self._products.shares.is_good(self.operator, features, packed.num_inputs, rows)
         return [self.by_torch, *kernels] if is_good else [*kernels, self.by_torch]
 
-    def _asked(self, ways: Sequence[Way], rows: int, has: Sequence[object]) -> Asked:
+    def _asked(self, ways: Sequence[Way], rows: int, has: Sequence[object]) -> Alternatives:
         packed = self.packed
         shape, kind = (packed.codes.shape[1], packed.num_inputs), f"{packed.bits} bits"
-        return Asked(named(shape, kind, rows, has[:3]), names_of(ways, f"torch.{self.operator}"), packed.nbytes)
+        return Alternatives(named(shape, kind, rows, has[:3]), names_of(ways, f"torch.{self.operator}"), packed.nbytes)
 
     def tilings(self, rows: int) -> list[Tiling]:
         """Those of the kernel for so many rows, the usual one first."""

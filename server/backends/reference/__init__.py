@@ -1,7 +1,6 @@
 """Stock torch operators: the backend that runs on every device, supports everything, and defines correct.
 
-The other backends are subclasses that replace what they do faster. `attention.py` is attention as one would write it on
-paper, against which every other one is tested; what serves is `batched_attention.py`, its equal in batched operators.
+The other backends are subclasses that replace what they do faster.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from server.backends.protocol import (
     Routing,
     Scores,
 )
-from server.backends.reference.activation import Gate, stock_gate
 from server.backends.reference.attention import BatchedAttention
 from server.backends.reference.experts import GroupedDense, LoopedExperts, StockRouting
-from server.backends.reference.linear import DenseFormat
+from server.backends.reference.linear import DenseFormat, Gate, stock_gate
 from server.backends.reference.logits import StockLogits
 from server.backends.reference.norm import make_norm
 from server.backends.reference.quantised import QuantisedFormat

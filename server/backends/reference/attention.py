@@ -1,22 +1,14 @@
-"""Attention as one would write it on paper: sequence by sequence, in float32. Defines correct; every fast backend is
-tested against it.
+"""Attention in stock torch operators, twice: `ReferenceAttention` defines correct, `BatchedAttention` serves.
 
-Shapes: T tokens, L context length, n queries of one sequence, N local heads, K local kv heads, H head dim, P tokens per
-block, W elements that a token's key or value takes in the cache.
+The reference is attention as one would write it on paper: sequence by sequence, in float32. Every fast backend is
+tested against it. The batched one works on any device. Its decodes are two batched matrix products over gathered
+blocks, padded to the longest context of their group (scaled_dot_product_attention with one query reaches a few percent
+of the memory bandwidth on a CPU); a prompt chunk is one fused scaled_dot_product_attention. The gather costs a copy of
+the context per layer; kernels that read the blocks in place do without.
 
-What attention in stock torch operators is made of: rotating, storing, and scoring by distance.
-
-Shapes: T tokens, N local heads, K local kv heads, H head dim.
-
-Attention in stock torch operators, batched: decodes are padded to the longest context of their group.
-
-Works on any device. Decodes are two batched matrix products over gathered blocks (scaled_dot_product_attention with
-one query reaches a few percent of the memory bandwidth on a CPU); a prompt chunk is one fused
-scaled_dot_product_attention. The gather costs a copy of the context per layer; kernels that read the blocks in place
-do without.
-
-Shapes: T tokens, L context length in whole blocks, G sequences of a group, n queries of one sequence, N local heads,
-K local kv heads, H head dim, g heads per kv head.
+Shapes: T tokens, L context length (of `BatchedAttention` in whole blocks), G sequences of a group, n queries of one
+sequence, N local heads, K local kv heads, g heads per kv head, H head dim, P tokens per block, W elements that a
+token's key or value takes in the cache.
 """
 
 from __future__ import annotations
@@ -30,16 +22,6 @@ from torch import Tensor
 
 from server.backends.protocol import Rotation, Scores, StepMeta
 from server.quant.kv import AS_COMPUTED, KvFormat
-
-
-def rotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """Rotate the leading features of every head of x [T, heads, H] in float32; the others are kept."""
-    half = rotation.cos.shape[-1]
-    rotated = x[..., : 2 * half].float()
-    a, b = (rotated[..., ::2], rotated[..., 1::2]) if rotation.interleaved else rotated.chunk(2, dim=-1)
-    parts = (a * rotation.cos - b * rotation.sin, b * rotation.cos + a * rotation.sin)
-    turned = torch.stack(parts, dim=-1).flatten(-2) if rotation.interleaved else torch.cat(parts, dim=-1)
-    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
 class StoringAttention(ABC):
@@ -79,27 +61,6 @@ class StockAttention(StoringAttention):
         return turned[:, :-kv_heads]
 
 
-def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:
-    """How far keys 0 … length-1 are from the step's `tokens` (key minus query), and which they must not see.
-
-    Both [n, length]: hidden are keys that are not visible, and those before the window.
-    """
-    keys = torch.arange(length, device=meta.positions.device)
-    distance = keys - meta.positions[tokens].unsqueeze(1)
-    hidden = keys >= meta.visible[tokens].unsqueeze(1)
-    return distance, hidden | (distance <= -window) if window else hidden
-
-
-def score_bias(scores: Scores, distance: Tensor) -> Tensor | None:
-    """What is added to the scores at `distance` [n, L] for each local head: [N, n, L], None for nothing."""
-    if scores.slopes:
-        return torch.tensor(scores.slopes, device=distance.device).view(-1, 1, 1) * distance
-    if scores.bias is not None:
-        reach = scores.bias.shape[1] // 2
-        return scores.bias[:, distance.clamp(-reach, reach) + reach]
-    return None
-
-
 class ReferenceAttention(StockAttention):
     """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
 
@@ -114,7 +75,7 @@ class ReferenceAttention(StockAttention):
         scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scores.scale
         if self._scores.cap:
             scores = self._scores.cap * torch.tanh(scores / self._scores.cap)
-        if (bias := score_bias(self._scores, distance)) is not None:
+        if (bias := _score_bias(self._scores, distance)) is not None:
             scores = scores + bias
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return torch.einsum("hnl,lhd->nhd", weights, v).to(q.dtype)
@@ -173,7 +134,7 @@ class BatchedAttention(StockAttention):
 
     def _fused(self, queries: Tensor, k: Tensor, v: Tensor, distance: Tensor, hidden: Tensor) -> Tensor:
         """queries [N, n, H], k and v [1, K, L, H] → [N, n, H]."""
-        bias = score_bias(self._scores, distance)
+        bias = _score_bias(self._scores, distance)
         bias = torch.zeros(1, *hidden.shape, device=queries.device) if bias is None else bias
         return F.scaled_dot_product_attention(
             queries.unsqueeze(0),
@@ -207,9 +168,40 @@ class BatchedAttention(StockAttention):
         scores.mul_(self._scores.scale)
         if self._scores.cap:
             scores.div_(self._scores.cap).tanh_().mul_(self._scores.cap)
-        if (bias := score_bias(self._scores, distance)) is not None:
+        if (bias := _score_bias(self._scores, distance)) is not None:
             scores += bias
         return scores.masked_fill_(hidden, float("-inf"))
+
+
+def rotate(rotation: Rotation, x: Tensor) -> Tensor:
+    """Rotate the leading features of every head of x [T, heads, H] in float32; the others are kept."""
+    half = rotation.cos.shape[-1]
+    rotated = x[..., : 2 * half].float()
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if rotation.interleaved else rotated.chunk(2, dim=-1)
+    parts = (a * rotation.cos - b * rotation.sin, b * rotation.cos + a * rotation.sin)
+    turned = torch.stack(parts, dim=-1).flatten(-2) if rotation.interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:
+    """How far keys 0 … length-1 are from the step's `tokens` (key minus query), and which they must not see.
+
+    Both [n, length]: hidden are keys that are not visible, and those before the window.
+    """
+    keys = torch.arange(length, device=meta.positions.device)
+    distance = keys - meta.positions[tokens].unsqueeze(1)
+    hidden = keys >= meta.visible[tokens].unsqueeze(1)
+    return distance, hidden | (distance <= -window) if window else hidden
+
+
+def _score_bias(scores: Scores, distance: Tensor) -> Tensor | None:
+    """What is added to the scores at `distance` [n, L] for each local head: [N, n, L], None for nothing."""
+    if scores.slopes:
+        return torch.tensor(scores.slopes, device=distance.device).view(-1, 1, 1) * distance
+    if scores.bias is not None:
+        reach = scores.bias.shape[1] // 2
+        return scores.bias[:, distance.clamp(-reach, reach) + reach]
+    return None
 
 
 def _groups(meta: StepMeta) -> Iterator[tuple[int, int]]:

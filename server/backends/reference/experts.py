@@ -1,16 +1,10 @@
-"""The matrices of a mixture of experts, applied to tokens that are sorted by expert.
+"""A mixture of experts in stock torch operators: tokens are sorted by expert, multiplied, and brought back.
 
-`GroupedDense` is one operator for all experts, which reads where each expert's tokens end on the device: the host waits
-for nothing. `LoopedExperts` works with every format, asks the device for those ends once, and then calls each expert
-that has tokens.
+Sorted, each expert's tokens are in one run, and the host is asked nothing (`StockRouting`). `GroupedDense` is one
+operator for all experts, which reads on the device where each expert's tokens end. `LoopedExperts` works with every
+format, waits for those ends once, and then calls each expert that has tokens.
 
-Shapes: T tokens, D input features, F output features, E experts.
-
-How tokens find their experts and come back from them, in stock torch operators.
-
-Tokens are sorted by expert, so that each expert's are in one run; the host is asked nothing.
-
-Shapes: T tokens, D model width, E experts, k experts per token.
+Shapes: T tokens, D input features (of the router: model width), F output features, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -26,8 +20,7 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.device import alone
 from server.backends.protocol import LinearFormat
-from server.backends.reference.activation import Gate, stock_gate
-from server.backends.reference.linear import activated
+from server.backends.reference.linear import Gate, activated, stock_gate
 
 
 @dataclass(frozen=True)

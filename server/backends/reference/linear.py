@@ -1,4 +1,4 @@
-"""Linear layers in stock torch operators: the weight as it is in the checkpoint.
+"""Linear layers in stock torch operators, and what follows them in an mlp: the weight as it is in the checkpoint.
 
 Shapes: T tokens, D input features, F output features.
 """
@@ -6,7 +6,8 @@ Shapes: T tokens, D input features, F output features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,22 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.device import alone
 from server.backends.protocol import LinearFormat
-from server.backends.reference.activation import ACTIVATIONS, Gate, stock_gate
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.RELU: F.relu,
+    Activation.SILU: F.silu,
+}
+
+# activation, [gate | up] [T, 2 F] → activation(gate) * up, [T, F].
+Gate = Callable[[Activation, Tensor], Tensor]
+
+
+def stock_gate(activation: Activation, gate_up: Tensor) -> Tensor:
+    """A `Gate` of three operators."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
 
 
 class StockFormat(ABC):

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from server.backends.device import alone
 from server.backends.protocol import Maximum
-from server.backends.reference.activation import Gate, stock_gate
-from server.backends.reference.linear import StockFormat
+from server.backends.reference.linear import Gate, StockFormat, stock_gate
 from server.quant.rounding import rounded, scale_of
 from server.quant.stored import QuantisedWeight, RoundedInputs
 

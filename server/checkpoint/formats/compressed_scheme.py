@@ -1,12 +1,11 @@
 """The schemes of a compressed-tensors checkpoint, from its config: which layers each is for, and how these are stored.
 
-Left out: tensors (`compressed.py`).
+A checkpoint may have been quantised with rotations (`transform_config`): SpinQuant (Liu et al. 2024, arXiv 2405.16406)
+and QuIP (Chee et al. 2023, arXiv 2307.13304) multiply a layer's inputs and the weights that make them with orthogonal
+matrices that cancel. Where both are weights (R1, R2), a server computes what it always does.
 
-Rotations that a compressed-tensors checkpoint was quantised with, `transform_config`: those of weights are served.
-
-SpinQuant (Liu et al. 2024, arXiv 2405.16406) and QuIP (Chee et al. 2023, arXiv 2307.13304) multiply a layer's inputs
-and the weights that make them with orthogonal matrices that cancel. Where both are weights (R1, R2), a server computes
-what it always does. Left out: those of activations (R3, R4), which would have to be computed with every token.
+Left out: tensors (`compressed.py`), and rotations of activations (R3, R4), which would have to be computed with every
+token.
 """
 
 from __future__ import annotations
@@ -20,27 +19,6 @@ import torch
 from server.checkpoint.formats.protocol import FormatError
 from server.quant.configs import AGAIN, Budget, block_size, compiled, group_size, shown, strategy_of
 from server.quant.left_out import CLASSES, ends
-
-OF_WEIGHTS = ("weight_input", "weight_output")
-
-
-def refuse_online_rotations(config: Mapping[str, Any]) -> None:
-    """Raise FormatError where a rotation is of anything but weights."""
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, Mapping) or set(config) - {"config_groups"}:
-        raise FormatError(
-            "`transform_config` of a compressed-tensors checkpoint must be an object of `config_groups`. Given: "
-            f"{shown(config)}; {AGAIN}"
-        )
-    for name, group in groups.items():
-        for applied in group["apply"]:
-            if applied["location"] not in OF_WEIGHTS:
-                raise FormatError(
-                    f"rotation {shown(name)} in `transform_config` is of {shown(applied['location'])}, and only those "
-                    f"of weights are served, {' and '.join(OF_WEIGHTS)}, such as R1 and R2 of SpinQuant: write the "
-                    "checkpoint without R3 and R4"
-                )
-
 
 FLOAT8 = torch.float8_e4m3fn
 PACKED = "pack-quantized"
@@ -186,7 +164,7 @@ class Targets:
         self._patterns = list(zip(patterns, expressions, strict=True))
 
     def of(self, name: str) -> Scheme | None:
-        """The scheme of the layer of this name; None: nobody names it. Raises FormatError."""
+        """The scheme of the layer of this name; None: no group names it. Raises FormatError."""
         tables = (TABLES,) if name.endswith(NAMES_OF_TABLES) else ()
         found = (
             self._named(end for end in ends(name) if end not in (*CLASSES, TABLES))
@@ -205,3 +183,24 @@ class Targets:
 
     def _named(self, targets: Iterable[str]) -> list[tuple[str, Scheme]]:
         return [(target, scheme) for target in targets for scheme in self._plain.get(target, ())]
+
+
+OF_WEIGHTS = ("weight_input", "weight_output")
+
+
+def refuse_online_rotations(config: Mapping[str, Any]) -> None:
+    """Raise FormatError where a rotation is of anything but weights."""
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or set(config) - {"config_groups"}:
+        raise FormatError(
+            "`transform_config` of a compressed-tensors checkpoint must be an object of `config_groups`. Given: "
+            f"{shown(config)}; {AGAIN}"
+        )
+    for name, group in groups.items():
+        for applied in group["apply"]:
+            if applied["location"] not in OF_WEIGHTS:
+                raise FormatError(
+                    f"rotation {shown(name)} in `transform_config` is of {shown(applied['location'])}, and only those "
+                    f"of weights are served, {' and '.join(OF_WEIGHTS)}, such as R1 and R2 of SpinQuant: write the "
+                    "checkpoint without R3 and R4"
+                )

@@ -57,7 +57,7 @@ class Float8Format(Format):
             raise FormatError(
                 f"`fmt` {shown(config['fmt'])} of an fp8 checkpoint is not served: e4m3 is, take another checkpoint"
             )
-        if self._scheme == "dynamic":  # calibrated before somebody decided otherwise
+        if self._scheme == "dynamic":  # calibrated, and then decided otherwise
             self.ignored += (r"\.(input|activation)_scale$",)
         self.left_out = left_out.of_config(config, self.name, budget)
         self._most = _bound(config.get("activation_scale_ub"))

@@ -10,12 +10,12 @@ import torch
 
 from benchmark.__main__ import main
 from benchmark.cost import shapes
+from server.arch.footprint import LOGIT_ROWS
 from server.backends.cuda.device import CudaDevice
 from server.backends.reference import ReferenceBackend
 from server.config import ShardConfig
 from server.loading import load
 from server.pb import generate_pb2 as pb
-from server.stepping.engine import LOGIT_ROWS
 from server.stepping.warmup import ProfileRun, warm_up
 from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO, save_tiny_bloom

@@ -11,7 +11,7 @@ import pytest
 
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Launched
-from server.stepping.ring import Ring
+from server.stepping.pipeline import StageConnections
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import generate, load_engine
@@ -23,7 +23,7 @@ class Pipeline:
 
     def __init__(self, folder: Path, count: int, **settings: object) -> None:
         ends = [socket.socketpair() for _ in range(count)]  # from stage n to the next
-        self.rings = [Ring(ends[n - 1][1], ends[n][0], patience=20) for n in range(count)]
+        self.rings = [StageConnections(ends[n - 1][1], ends[n][0], patience=20) for n in range(count)]
         self.engines = [
             load_engine(folder, stage=(n, count), ring=ring, warms_up=False, tokens=1024, total_tokens=64, **settings)  # type: ignore[arg-type]
             for n, ring in enumerate(self.rings)

@@ -27,7 +27,7 @@ from server.offload import disk_store
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates
 from server.offload.disk_store import DiskError, DiskStore
-from server.offload.ring import Image, Ring, Stored, keep
+from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import HostStore, StagedStore
 from server.ranks.distributed import Shard
@@ -217,14 +217,14 @@ class _Weights:
         """Nobody else knows where it is."""
 
 
-def _stored(file: DiskStore, count: int) -> list[Stored]:
+def _stored(file: DiskStore, count: int) -> list[StoredImage]:
     """Images whose number fills their weights."""
     found = []
     slot = map_pages(1 << 16)
     for number in range(count):
         image = Image([_Weights(torch.full((5000,), float(number)))])
         image.write(slot)
-        found.append(Stored(image, file, keep(CpuDevice(), file, slot, image.nbytes)))
+        found.append(StoredImage(image, file, keep(CpuDevice(), file, slot, image.nbytes)))
     return found
 
 

@@ -17,10 +17,9 @@ from server.backends.reference import ReferenceBackend
 from server.model.offloaded_kv import OffloadedKv
 from server.offload import disk_store, stores
 from server.offload.disk_store import DiskError
-from server.offload.kv_blocks import KvBlocks
+from server.offload.kv_blocks import AREAS, KvBlocks, Moved, Staging, Visit
 from server.offload.places import OnDisk, OnHost, Place
 from server.offload.share import ALL, Share
-from server.offload.staging import AREAS, Moved, Staging, Visit
 from server.offload.stores import Memory, Run
 from tests.server.backends import stand_in
 from tests.server.checkpoints import Checkpoints

@@ -36,7 +36,7 @@ from server.model.load import StackLoader
 from server.quant.stored import QuantisedWeight
 from server.quantising.calibration import Inputs, Streams, Texts, watched
 from server.quantising.command import run
-from server.quantising.plan import sites_of
+from server.quantising.plan import matrix_sets_of
 from server.quantising.recipe import Job, Recipe
 from server.ranks.distributed import Shard
 from tests.running import ROOT
@@ -140,12 +140,13 @@ def measure(folders: Mapping[str, Path], texts: Texts) -> dict[str, Result]:
     errors: dict[str, list[float]] = {name: [] for name in loaders}
     for index in range(dense.spec.num_layers):
         layer = dense.layer(index, dense.attention())
-        for site in sites_of(dense_weights, dense.spec, index):
+        for matrices in matrix_sets_of(dense_weights, dense.spec, index):
             inputs = Inputs.of(
-                dense_weights.checkpoint.shape_of(f"{next(iter(site.names.values()))}.weight")[1], torch.device("cpu")
+                dense_weights.checkpoint.shape_of(f"{next(iter(matrices.names.values()))}.weight")[1],
+                torch.device("cpu"),
             )
-            streams["dense"].show(watched(layer, site.place, lambda _, x, inputs=inputs: inputs.add(x)))
-            for role, name in site.names.items():
+            streams["dense"].show(watched(layer, matrices.place, lambda _, x, inputs=inputs: inputs.add(x)))
+            for role, name in matrices.names.items():
                 size = dense_weights.checkpoint.shape_of(f"{name}.weight")
                 exact = _dense(dense_weights, index, role, size)
                 for peer, (weights, _) in others.items():

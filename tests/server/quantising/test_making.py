@@ -19,7 +19,7 @@ from server.quantising import command
 from server.quantising.calibration import Inputs
 from server.quantising.channel_scales import Origin, divide, within
 from server.quantising.command import Bar
-from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
+from server.quantising.edited_checkpoint import EditedCheckpoint, FinishedFormat
 from server.quantising.layerwise import Progress, Quantiser
 from server.quantising.output_folder import MARKER, output_folder, partial_of
 from server.quantising.plan import PLACES
@@ -270,7 +270,7 @@ def test_scales_that_move_leave_numbers_that_float16_has(tmp_path: Path) -> None
     norm = torch.tensor([1e-4, 6e4, 1.0, 0.0, -2.0]).half()
     router = torch.tensor([[1.0, 1.0, 6e4, 1.0, 1.0]]).half()
     save_file({"norm.weight": norm, "router.weight": router}, tmp_path / "model.safetensors")
-    checkpoint, made = EditedCheckpoint(tmp_path), MadeFormat(torch.float16)
+    checkpoint, made = EditedCheckpoint(tmp_path), FinishedFormat(torch.float16)
     wished = torch.tensor([10.0, 0.5, 2.0, 1e-3, 4.0])
     origin = Origin(("up",), ("norm.weight",), readers=("router.weight",))
     scale = within(origin, wished, checkpoint, made)

@@ -17,8 +17,7 @@ from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits
 from server.ranks.distributed import Shard
 from server.stepping.logit_rules import History, RecentTokens, TokenBiases
-from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark, greenlist, settings_of
-from server.stepping.sampling import choose as captured_choose
+from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark, choose_captured, greenlist, settings_of
 from server.stepping.vocabulary import Vocabulary
 from tests.server.stepping.exact_sampling import NEVER, distribution, fit
 from tests.server.stepping.test_vocabulary import on_ranks
@@ -126,7 +125,7 @@ def test_captured_samples_have_the_exact_distribution(name: str) -> None:
     choices = [asked(CASES[name], seed) for seed in range(SAMPLES)]
     settings = torch.tensor(settings_of(choices, SAMPLES), dtype=torch.float64)
     vocabulary = Vocabulary(StockLogits(), Shard(), SIZE)
-    drawn, _ = captured_choose(vocabulary, LOGITS.repeat(SAMPLES, 1), settings, torch.full((SAMPLES,), 9))
+    drawn, _ = choose_captured(vocabulary, LOGITS.repeat(SAMPLES, 1), settings, torch.full((SAMPLES,), 9))
     assert fit(drawn.tolist(), exact(CASES[name])) > 1e-3
 
 

@@ -25,13 +25,13 @@ from server.stepping.sampling import (
     Sampler,
     TokenChoice,
     Watermark,
+    choose_captured,
     keep_min_p,
     keep_top_k,
     keep_top_p,
     keep_typical,
     settings_of,
 )
-from server.stepping.sampling import choose as captured_choose
 from server.stepping.vocabulary import Vocabulary
 
 CPU = CpuDevice()
@@ -227,7 +227,7 @@ def test_captured_sampling_is_as_exact(extreme: dict[str, Any]) -> None:
     choices = [TokenChoice(do_sample=True, seed=seed, **extreme) for seed in range(rows)]
     settings = torch.tensor(settings_of(choices, rows), dtype=torch.float64)
     logits = torch.tensor([NEIGHBOURS]).repeat(rows, 1)
-    token_ids, logprobs = captured_choose(whole(len(NEIGHBOURS)), logits, settings, torch.arange(rows))
+    token_ids, logprobs = choose_captured(whole(len(NEIGHBOURS)), logits, settings, torch.arange(rows))
     assert ({1}, {0.0}) == (set(token_ids.tolist()), set(logprobs.tolist()))
 
 

@@ -5,8 +5,8 @@ Each is found in two launches: a program for every part of every row, which read
 compares what the parts found. Logits are read as they are, 16 bits or 32, and become float32 in registers. Nothing is
 added atomically, so that a launch gives the same to the last bit however often it is repeated.
 
-Noise is the function of (seed, position, token) that `reference/logits.py` defines, in 32-bit integers that wrap: its
-integers are the same, its logarithms are equal but for rounding.
+Noise is the function of (seed, position, token) that `server/backends/reference/logits.py` defines, in 32-bit integers
+that wrap: its integers are the same, its logarithms are equal but for rounding.
 
 Shapes: R rows, V columns, P parts of a row, n best tokens.
 """

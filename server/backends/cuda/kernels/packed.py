@@ -6,10 +6,11 @@ multiplies as many parts of the inputs as a byte has codes. Codes less their zer
 every dtype that the matrix units take; the scale of their group is applied to the sum of their products, not to each
 (Marlin, Frantar et al. 2024, arXiv 2408.11743, scales weights instead). Where the inputs are in 8 bits too, the sums of
 int8 are exact, those of float8 in float32, and both scales are applied in the order of the reference
-(`backends/reference/quantised.py`).
+(`server/backends/reference/quantised.py`).
 
 Few rows are computed as in `linear.py`, whose split sums, experts and epilogue these are; many in larger tiles, each of
-which unpacks its part of the weight for itself. How codes lie in memory is `backends/cuda/packing.py`'s business.
+which unpacks its part of the weight for itself. How codes lie in memory is `server/backends/cuda/packing.py`'s
+business.
 
 Shapes: T rows, D input features, F output features, E experts, S steps, G groups of inputs.
 """

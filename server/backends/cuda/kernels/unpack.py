@@ -1,7 +1,7 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 """What a program makes of codes before it multiplies: numbers in the dtype of the matrix units, in its registers.
 
-How codes lie in memory: `backends/cuda/packing.py`. What becomes of the products: `packed.py`.
+How codes lie in memory: `server/backends/cuda/packing.py`. What becomes of the products: `packed.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from server.backends.cpu.codes import CodeFormat, arranged, takes
 from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.memory import Arena
-from server.backends.reference.activation import ACTIVATIONS
 from server.backends.reference.experts import LoopedExperts
+from server.backends.reference.linear import ACTIVATIONS
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant import sizes
 from server.quant.packing import WORD_BITS, PackedCodes, pack

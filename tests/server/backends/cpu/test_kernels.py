@@ -22,13 +22,13 @@ from server.backends.cpu.attention import KernelAttention, rotate
 from server.backends.cpu.build import BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.kernels import PEAKS
-from server.backends.cpu.layers import KernelNorm, PanelFormat, can_pack, kernel_gate
+from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
 from server.backends.protocol import Attention, Rotation, Scores, StepMeta, Summand
-from server.backends.reference.activation import ACTIVATIONS
 from server.backends.reference.attention import BatchedAttention, ReferenceAttention
 from server.backends.reference.attention import rotate as rotate_stock
+from server.backends.reference.linear import ACTIVATIONS
 from server.backends.reference.logits import exponential_noise
 from server.backends.reference.norm import LayerNorm, RmsNorm
 from server.blocks import BLOCK_SIZE
@@ -81,7 +81,7 @@ def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> No
     assert "reference" == backend.name
     assert "no C++ compiler was found (no-such-compiler): install g++" in backend.description
     packed = cpu.choose(torch.bfloat16, ["no-such-compiler"])
-    assert ("onednn" if can_pack(torch.bfloat16) else "reference") == packed.name
+    assert ("onednn" if onednn_packs(torch.bfloat16) else "reference") == packed.name
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def test_a_kind_that_is_asked_for_is_never_replaced_by_another(kind: Kind) -> No
 def test_kinds_are_built_side_by_side_and_found_again(tmp_path: Path, kernels: Kernels) -> None:
     compiler, kinds = copying_compiler(tmp_path), (NATIVE, AVX512, AVX2)
     first = [compiled_library(tmp_path / "cache", [compiler], kind) for kind in kinds]
-    compiled_library = (tmp_path / "calls").read_text().splitlines()
+    calls = (tmp_path / "calls").read_text().splitlines()
     assert 3 == len(set(first)) and all(path.is_file() for path in first)
     assert first == [compiled_library(tmp_path / "cache", [compiler], kind) for kind in kinds]
-    assert [*compiled_library, *["--version"] * 3] == (tmp_path / "calls").read_text().splitlines()
+    assert [*calls, *["--version"] * 3] == (tmp_path / "calls").read_text().splitlines()
 
 
 @X86

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from server.backends.cpu.layers import TYPICAL_TOKENS, can_pack
+from server.backends.cpu.layers import TYPICAL_TOKENS, onednn_packs
 from tests.running import ROOT
 
 # A linear layer where there is no compiler, as a server would compute it.
@@ -33,8 +33,8 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def test_what_can_be_packed_is_what_the_operator_packs() -> None:
-    assert packs(torch.bfloat16) == can_pack(torch.bfloat16)
-    assert not can_pack(torch.float32)
+    assert packs(torch.bfloat16) == onednn_packs(torch.bfloat16)
+    assert not onednn_packs(torch.float32)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN is limited to AVX2 where there is AVX2")

@@ -14,7 +14,7 @@ import pytest
 from host.cpu_kinds import AMX, AVX2, AVX512, BF16, KINDS, MACHINE, VNNI, Kind, cpu_flags
 from server.backends import cpu
 from server.backends.cpu import Kernels
-from server.backends.cpu.build import BuildError, compile_all, compiled_library, fitting, library
+from server.backends.cpu.build import BuildError, compile_portable, compiled_library, portable_library, portable_path
 
 X86 = pytest.mark.skipif(platform.machine() != MACHINE, reason="kinds are of x86-64 alone")
 # Shortened from /proc/cpuinfo of the CPUs that are named.
@@ -40,34 +40,34 @@ CASES: list[tuple[list[str], Kind | None]] = [
 def shipped(tmp_path: Path) -> Path:
     """A folder with a library for every kind, which nobody can load."""
     for kind in KINDS:
-        library(kind, tmp_path).write_text(kind.name)
+        portable_path(kind, tmp_path).write_text(kind.name)
     return tmp_path
 
 
 @pytest.mark.parametrize(("flags", "kind"), CASES)
 def test_a_machine_gets_the_fastest_kind_that_it_can_run(shipped: Path, flags: list[str], kind: Kind | None) -> None:
-    assert fitting(shipped, "x86_64", flags) == (library(kind, shipped) if kind else None)
+    assert portable_library(shipped, "x86_64", flags) == (portable_path(kind, shipped) if kind else None)
 
 
 def test_a_kind_that_was_not_compiled_leaves_the_next(shipped: Path) -> None:
-    library(AMX, shipped).unlink()
-    assert library(BF16, shipped) == fitting(shipped, "x86_64", SAPPHIRE_RAPIDS)
+    portable_path(AMX, shipped).unlink()
+    assert portable_path(BF16, shipped) == portable_library(shipped, "x86_64", SAPPHIRE_RAPIDS)
 
 
 def test_machines_of_another_kind_and_folders_that_are_not_there_have_none(shipped: Path, tmp_path: Path) -> None:
-    assert fitting(shipped, "aarch64", SAPPHIRE_RAPIDS) is None
-    assert fitting(tmp_path / "missing", "x86_64", SAPPHIRE_RAPIDS) is None
+    assert portable_library(shipped, "aarch64", SAPPHIRE_RAPIDS) is None
+    assert portable_library(tmp_path / "missing", "x86_64", SAPPHIRE_RAPIDS) is None
 
 
 def test_a_library_of_other_sources_is_never_loaded(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fitting(shipped, "x86_64", SAPPHIRE_RAPIDS) is not None
+    assert portable_library(shipped, "x86_64", SAPPHIRE_RAPIDS) is not None
     other = shipped / "other sources"
     other.mkdir()
     (other / "linear.cpp").write_text("// changed")
     monkeypatch.setattr(
         sys.modules[compiled_library.__module__], "SOURCES", other
     )  # `build` is the function's name, too
-    assert fitting(shipped, "x86_64", SAPPHIRE_RAPIDS) is None
+    assert portable_library(shipped, "x86_64", SAPPHIRE_RAPIDS) is None
 
 
 def test_each_kind_has_what_the_slower_ones_have() -> None:
@@ -94,8 +94,8 @@ def test_the_compiler_means_by_a_kind_no_more_than_a_machine_is_asked_for() -> N
 @X86
 def test_one_that_fits_serves_where_there_is_no_compiler(tmp_path: Path, kernels: Kernels) -> None:
     for kind in KINDS:
-        library(kind, tmp_path).symlink_to(compiled_library())
-    if fitting(tmp_path) is None:
+        portable_path(kind, tmp_path).symlink_to(compiled_library())
+    if portable_library(tmp_path) is None:
         pytest.skip(f"this CPU is of no kind: {cpu_flags()}")
     assert isinstance(cpu.load(["no-such-compiler"], tmp_path), Kernels)
 
@@ -109,8 +109,8 @@ def test_every_kind_is_compiled_with_its_own_options(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
     compiler.chmod(0o755)
-    folder = compile_all(tmp_path / "made", KINDS, [str(compiler)])
-    assert {library(kind, folder) for kind in KINDS} == set(folder.iterdir())
+    folder = compile_portable(tmp_path / "made", KINDS, [str(compiler)])
+    assert {portable_path(kind, folder) for kind in KINDS} == set(folder.iterdir())
     calls = [line for line in (tmp_path / "calls").read_text().splitlines() if "/linear.cpp" in line]
     for kind in KINDS:
         assert 1 == sum(f" {' '.join(kind.options)} -c " in line for line in calls), kind.name
@@ -119,5 +119,5 @@ def test_every_kind_is_compiled_with_its_own_options(tmp_path: Path) -> None:
 
 def test_without_a_compiler_nothing_is_made_for_others(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="install g"):
-        compile_all(tmp_path / "made", KINDS, ["no-such-compiler"])
+        compile_portable(tmp_path / "made", KINDS, ["no-such-compiler"])
     assert not (tmp_path / "made").exists()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.cuda.choice import Chooser
-from server.backends.reference.activation import stock_gate
+from server.backends.reference.linear import stock_gate
 from tests.server.backends.cuda.interpreted_cases import quick_calls
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT
 from tests.server.backends.cuda.linear_cases import (

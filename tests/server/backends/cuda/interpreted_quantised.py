@@ -23,10 +23,10 @@ from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
 from benchmark.cost.ceilings import Ceilings
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
+from server.backends.cuda.choice import MeasuredShare, Shares
 from server.backends.cuda.packing import pack, why_not_packed
 from server.backends.cuda.quantised import CudaQuantised
-from server.backends.cuda.shares import Measured, Shares
-from server.backends.reference.activation import stock_gate
+from server.backends.reference.linear import stock_gate
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant.noise import noise
 from server.quant.stored import RoundedInputs
@@ -155,7 +155,7 @@ def test_what_is_measured_on_a_gpu_runs_but_for_the_clock(tmp_path: Path) -> Non
     shares = Shares.read(path)
     assert {"int_mm"} == {row.operator for row in shares.measured}
     assert not shares.is_good("int_mm", 64, 128, 20) and not shares.is_good("scaled_mm", 64, 128, 20)
-    good = Shares((Measured("int_mm", 64, 128, 2048, 0.9), *shares.measured))
+    good = Shares((MeasuredShare("int_mm", 64, 128, 2048, 0.9), *shares.measured))
     assert good.is_good("int_mm", 64, 128, 1500) and not good.is_good("int_mm", 64, 128, 17)
 
 
@@ -219,7 +219,7 @@ def test_memory_is_that_of_the_codes() -> None:
     assert 256 * 4096 // 2 + 256 * 32 * (2 + 1) == packed.nbytes
 
 
-@pytest.mark.parametrize("shares", [Shares(), Shares((Measured("int_mm", 64, 128, 32, 0.8),))], ids=["no", "good"])
+@pytest.mark.parametrize("shares", [Shares(), Shares((MeasuredShare("int_mm", 64, 128, 32, 0.8),))], ids=["no", "good"])
 def test_torchs_operator_is_the_usual_way_where_it_was_measured_to_be_good(shares: Shares) -> None:
     shared = products(CPU, ONE_SPLIT)
     shared.shares = shares

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from server.arch.spec import Activation, Alibi
 from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand, split_heads
-from server.backends.reference.activation import stock_gate
 from server.backends.reference.attention import ReferenceAttention, rotate
 from server.backends.reference.experts import StockRouting
-from server.backends.reference.linear import DenseFormat
+from server.backends.reference.linear import DenseFormat, stock_gate
 from server.backends.reference.norm import LayerNorm, RmsNorm
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes

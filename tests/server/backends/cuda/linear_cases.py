@@ -14,9 +14,8 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.protocol import LinearFormat
-from server.backends.reference.activation import stock_gate
 from server.backends.reference.experts import LoopedExperts
-from server.backends.reference.linear import DenseFormat
+from server.backends.reference.linear import DenseFormat, stock_gate
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from server.backends.cuda.choice import Asked, Chooser, EventClock, MeasuredCapture, Trial
+from server.backends.cuda.choice import Alternatives, Chooser, EventClock, MeasuredCapture, Trial
 from server.backends.cuda.graph import CudaGraphCapture
 from server.backends.protocol import Computation
 
@@ -48,7 +48,7 @@ def test_the_fastest_way_is_chosen_and_measured_once() -> None:
 
 def test_what_was_measured_is_told_once_with_its_share_of_memory() -> None:
     chooser = Chooser(FakeClock(usual=0.05, fast=0.025, equal=0.05))
-    asked = Asked("1 x 4096 x 12288 bfloat16", ["cuBLAS", "kernel 16x64x128"], 100_000_000)
+    asked = Alternatives("1 x 4096 x 12288 bfloat16", ["cuBLAS", "kernel 16x64x128"], 100_000_000)
     with chooser.measuring():
         for _ in range(2):
             chooser.choose("a shape", trials("usual", "fast"), lambda: asked)

@@ -1,19 +1,16 @@
-"""What pipeline stages send each other: each stage to the next one, and the last one to the first.
-
-Messages are runs of bytes in one order, over a socket for each pair of neighbours. A thread of each end reads ahead and
-another one writes, so that a stage computes while its activations travel. Only the first rank of a stage takes part; it
-passes on to the others of its stage what came (`neighbours.py`). Sockets are unix sockets in the launch's private
-folder; where the next stage is on another node, a link listens there and carries the bytes (`server/link/`).
-
-Left out: NCCL between stages. Activations are small beside weights, and this way a network that nobody trusts can
-carry them.
-
-What a pipeline stage has to do with the others within a step, as an engine knows it.
+"""Pipeline stages within a step: what each takes from the stage before it and hands on to the next, and how it travels.
 
 A later stage takes up what the one before hands on. The last one samples, and sends the tokens to the first, which
 needs them for the sequences' next steps and for nothing else: so it waits for them only then, and meanwhile computes
 steps of other sequences. All stages take the same steps in the same order, so that each knows what comes next on each
 connection, how long it is, and whose tokens they are.
+
+Messages are runs of bytes, over a socket for each pair of neighbours. A thread of each end reads ahead and another one
+writes, so that a stage computes while its activations travel. Only the first rank of a stage takes part; it passes on
+what came to the others of its stage. Sockets are unix sockets in the launch's private folder; where the next stage is
+on another node, a link listens there and carries the bytes (`server/link/`).
+
+Left out: NCCL between stages. Activations are small beside weights, and this way an untrusted network can carry them.
 
 Shapes: T tokens in the step, E of prompts that an encoder reads, D model width, R sequences that get a token.
 """
@@ -42,15 +39,135 @@ from server.stepping.batch import Carried, Tables
 from server.stepping.sequences import SequenceState, TokenRun
 
 HEADER = struct.Struct("<QQ")  # the message's number, and its bytes
-HELLO = struct.Struct("<8sII")  # who dials: `MAGIC`, its stage, and how many there are
+HELLO = struct.Struct("<8sII")  # of the dialling side: `MAGIC`, its stage, and how many there are
 MAGIC = b"lockstep"
 POLL_S = 0.05
 PATIENCE_S = COLLECTIVE_TIMEOUT.total_seconds()
 HELLO_S = 5.0  # for a neighbour that was dialled to answer: it may not listen yet, while a link between does
 
 
-class Ring:
-    """One stage's ends of the ring. Raises PeerLost in `receive` and `send` once a neighbour is gone.
+class Neighbours(Protocol):
+    """The stages before and behind this one."""
+
+    stage: Stage
+    width: int  # D, of what stages hand on; 0: nothing
+    dtype: torch.dtype  # likewise
+
+    def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
+        """Have the latest tokens of these sequences in the tables. Raises PeerLost."""
+
+    def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
+        """What the stage before hands on of so many tokens; None in the first stage. Raises PeerLost.
+
+        encoded: tokens of the prompts that an encoder reads in the step.
+        """
+
+    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
+        """Give the next stage what this one made; the last one chooses tokens for `sampled`, in `rows` [R]."""
+
+    def give_tokens(self, token_ids: Tensor) -> None:
+        """Tell the first stage the tokens [R] that this one, the last, has chosen."""
+
+    def close(self) -> None:
+        """Let go of the neighbours."""
+
+
+class NoNeighbours:
+    """The neighbours of a model that is not cut. See `Neighbours`."""
+
+    stage = Stage.whole(0)
+    width = 0
+    dtype = torch.float32
+
+    def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
+        """They are there."""
+
+    def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
+        """There is no stage before."""
+        return None
+
+    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
+        """There is no next stage."""
+        raise AssertionError("a model that is not cut is its own last stage")
+
+    def give_tokens(self, token_ids: Tensor) -> None:
+        """NoNeighbours else needs them."""
+
+    def close(self) -> None:
+        """There are none."""
+
+
+class StageNeighbours:
+    """The neighbours of one rank of a stage. connections: of the stage's first rank, which passes on what comes."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        shard: Shard,
+        connections: StageConnections | None,
+        device: Device,
+        dtype: torch.dtype,
+        width: int,
+    ) -> None:
+        assert (connections is not None) == (shard.rank == 0)
+        self.stage = stage
+        self._shard = shard
+        self._connections = connections
+        self._device = device
+        self.dtype = dtype
+        self.width = width
+        self._due: deque[tuple[frozenset[int], Tensor]] = deque()  # tokens that will come: sequences, and their rows
+
+    def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
+        """See `Neighbours`."""
+        wanted = {run.sequence.id for run in runs}
+        last = max((n for n, (ids, _) in enumerate(self._due, 1) if not wanted.isdisjoint(ids)), default=0)
+        for _ in range(last):
+            _, rows = self._due.popleft()
+            [token_ids] = self._receive([((len(rows),), torch.int64)])
+            tables.keep(rows, token_ids)
+
+    def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
+        """See `Neighbours`."""
+        if self.stage.is_first:
+            return None
+        counts = [tokens, encoded] if encoded else [tokens]
+        return Carried(*self._receive([((count, self.width), self.dtype) for count in counts]))
+
+    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
+        """See `Neighbours`."""
+        self._send([carried.hidden] if carried.encoded is None else [carried.hidden, carried.encoded])
+        if self.stage.is_first and sampled:
+            self._due.append((frozenset(s.id for s in sampled), rows.clone()))
+
+    def give_tokens(self, token_ids: Tensor) -> None:
+        """See `Neighbours`."""
+        self._send([token_ids])
+
+    def close(self) -> None:
+        """See `Neighbours`."""
+        if self._connections is not None:
+            self._connections.close()
+
+    def _send(self, tensors: Sequence[Tensor]) -> None:
+        if self._connections is not None:
+            copies = [self._device.download(tensor) for tensor in tensors]
+            self._connections.send(copies, self._device.event())
+
+    def _receive(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """The next message, on the device of every rank of this stage."""
+        device = self._device.torch_device
+        if self._connections is not None:
+            tensors = [tensor.to(device) for tensor in self._connections.receive(parts)]
+        else:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in parts]
+        for tensor in tensors:
+            self._shard.broadcast(tensor)
+        return tensors
+
+
+class StageConnections:
+    """One stage's connections to its neighbours. Raises PeerLost in `receive` and `send` once a neighbour is gone.
 
     activate: `Device.activate`, for the thread that waits for what the device computes. What fails in a thread ends
     both connections, so that this stage and its neighbours notice at once.
@@ -74,7 +191,7 @@ class Ring:
             threading.Thread(target=target, name=name, daemon=True).start()
 
     def send(self, tensors: Sequence[Tensor], ready: Event | None = None) -> None:
-        """Have a message sent, of tensors on the host that nobody changes any more. ready: when they hold it all."""
+        """Have a message sent, of tensors on the host that are not changed any more. ready: when they hold it all."""
         if self._loss is not None:
             raise _lost("behind", self._loss)
         self._outbox.put((tensors, ready))
@@ -86,7 +203,7 @@ class Ring:
         except queue.Empty:
             raise PeerLost(f"the pipeline stage before this one sent nothing for {self._patience:g} s") from None
         if isinstance(message, OSError):
-            self._inbox.put(message)  # for whoever asks again
+            self._inbox.put(message)  # for the next call
             raise _lost("before", message) if self._loss is None else _lost("behind", self._loss)
         number, data = message
         self._num_received += 1
@@ -142,13 +259,13 @@ class Ring:
             self._inbox.put(error)
 
 
-def join(
+def connect_stages(
     index: int, paths: Sequence[str], patience: float = PATIENCE_S, activate: Callable[[], None] | None = None
-) -> Ring:
+) -> StageConnections:
     """Meet the neighbours of stage `index`. Raises PeerLost for one that never comes.
 
-    paths: where each stage listens. activate: see `Ring`. The stage's own socket is there for its owner alone, and only
-    until its neighbour has come.
+    paths: where each stage listens. activate: see `StageConnections`. The stage's own socket is there for its owner
+    alone, and only until its neighbour has come.
     """
     until = time.monotonic() + patience
     path = paths[index]
@@ -172,7 +289,7 @@ def join(
     if not came:
         outgoing.close()
         raise PeerLost(f"pipeline stage {before} did not come within {patience:g} s")
-    return Ring(came[0], outgoing, patience, activate)
+    return StageConnections(came[0], outgoing, patience, activate)
 
 
 def _accept(listener: socket.socket, before: int, count: int, until: float, came: list[socket.socket]) -> None:
@@ -233,117 +350,3 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def _lost(where: str, error: OSError) -> PeerLost:
     return PeerLost(f"lost contact with the pipeline stage {where} this one: {error}")
-
-
-class Neighbours(Protocol):
-    """The stages before and behind this one."""
-
-    stage: Stage
-    width: int  # D, of what stages hand on; 0: nothing
-    dtype: torch.dtype  # likewise
-
-    def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
-        """Have the latest tokens of these sequences in the tables. Raises PeerLost."""
-
-    def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
-        """What the stage before hands on of so many tokens; None in the first stage. Raises PeerLost.
-
-        encoded: tokens of the prompts that an encoder reads in the step.
-        """
-
-    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
-        """Give the next stage what this one made; the last one chooses tokens for `sampled`, in `rows` [R]."""
-
-    def give_tokens(self, token_ids: Tensor) -> None:
-        """Tell the first stage the tokens [R] that this one, the last, has chosen."""
-
-    def close(self) -> None:
-        """Let go of the neighbours."""
-
-
-class Nobody:
-    """The neighbours of a model that is not cut. See `Neighbours`."""
-
-    stage = Stage.whole(0)
-    width = 0
-    dtype = torch.float32
-
-    def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
-        """They are there."""
-
-    def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
-        """There is no stage before."""
-        return None
-
-    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
-        """There is no next stage."""
-        raise AssertionError("a model that is not cut is its own last stage")
-
-    def give_tokens(self, token_ids: Tensor) -> None:
-        """Nobody else needs them."""
-
-    def close(self) -> None:
-        """There is nobody."""
-
-
-class Stages:
-    """The neighbours of one rank of a stage. ring: of the stage's first rank; the others hear of all from that one."""
-
-    def __init__(
-        self, stage: Stage, shard: Shard, ring: Ring | None, device: Device, dtype: torch.dtype, width: int
-    ) -> None:
-        assert (ring is not None) == (shard.rank == 0)
-        self.stage = stage
-        self._shard = shard
-        self._ring = ring
-        self._device = device
-        self.dtype = dtype
-        self.width = width
-        self._due: deque[tuple[frozenset[int], Tensor]] = deque()  # tokens that will come: sequences, and their rows
-
-    def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
-        """See `Neighbours`."""
-        wanted = {run.sequence.id for run in runs}
-        last = max((n for n, (ids, _) in enumerate(self._due, 1) if not wanted.isdisjoint(ids)), default=0)
-        for _ in range(last):
-            _, rows = self._due.popleft()
-            [token_ids] = self._receive([((len(rows),), torch.int64)])
-            tables.keep(rows, token_ids)
-
-    def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
-        """See `Neighbours`."""
-        if self.stage.is_first:
-            return None
-        counts = [tokens, encoded] if encoded else [tokens]
-        return Carried(*self._receive([((count, self.width), self.dtype) for count in counts]))
-
-    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
-        """See `Neighbours`."""
-        self._send([carried.hidden] if carried.encoded is None else [carried.hidden, carried.encoded])
-        if self.stage.is_first and sampled:
-            self._due.append((frozenset(s.id for s in sampled), rows.clone()))
-
-    def give_tokens(self, token_ids: Tensor) -> None:
-        """See `Neighbours`."""
-        self._send([token_ids])
-
-    def close(self) -> None:
-        """See `Neighbours`."""
-        if self._ring is not None:
-            self._ring.close()
-
-    def _send(self, tensors: Sequence[Tensor]) -> None:
-        if self._ring is not None:
-            copies = [self._device.download(tensor) for tensor in tensors]
-            self._ring.send(copies, self._device.event())
-
-    def _receive(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
-        """The next message, on the device of every rank of this stage."""
-        device = self._device.torch_device
-        if self._ring is not None:
-            tensors = [tensor.to(device) for tensor in self._ring.receive(parts)]
-        else:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in parts]
-        for tensor in tensors:
-            self._shard.broadcast(tensor)
-        return tensors

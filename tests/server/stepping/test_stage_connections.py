@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from server.ranks.distributed import PeerLost
-from server.stepping import ring
-from server.stepping.ring import HEADER, HELLO, MAGIC, Ring, join
+from server.stepping import pipeline
+from server.stepping.pipeline import HEADER, HELLO, MAGIC, StageConnections, connect_stages
 
 PATIENCE = 5.0  # for what comes
 SHORT = 0.2  # for what does not
@@ -35,10 +35,10 @@ def open_ends() -> Iterator[ExitStack]:
         yield stack
 
 
-def one_stage(ends: ExitStack, patience: float = PATIENCE) -> tuple[Ring, socket.socket, socket.socket]:
+def one_stage(ends: ExitStack, patience: float = PATIENCE) -> tuple[StageConnections, socket.socket, socket.socket]:
     """A stage, and its neighbours' ends: that of the stage before, and that of the one behind."""
     (before, incoming), (outgoing, behind) = socket.socketpair(), socket.socketpair()
-    stage = Ring(incoming, outgoing, patience)
+    stage = StageConnections(incoming, outgoing, patience)
     for end in (before, behind):
         ends.enter_context(end)
     ends.callback(stage.close)
@@ -62,7 +62,7 @@ def threads() -> list[str]:
 
 def test_tensors_arrive_in_order_with_their_shapes_and_types(open_ends: ExitStack) -> None:
     ends = [socket.socketpair() for _ in range(2)]
-    first, last = (Ring(ends[n - 1][1], ends[n][0], PATIENCE) for n in range(2))
+    first, last = (StageConnections(ends[n - 1][1], ends[n][0], PATIENCE) for n in range(2))
     open_ends.callback(first.close)
     open_ends.callback(last.close)
     sent = [torch.arange(6, dtype=torch.bfloat16).view(2, 3), torch.arange(8.0).view(2, 4)[:, ::2]]
@@ -146,9 +146,9 @@ def meeting(folder: Path, count: int) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_neighbours_meet_and_leave_no_sockets(folder: Path, count: int) -> None:
-    at_first, paths, rings = descriptors(), meeting(folder, count), dict[int, Ring]()
+    at_first, paths, rings = descriptors(), meeting(folder, count), dict[int, StageConnections]()
     joining = [
-        threading.Thread(target=lambda n=n: rings.update({n: join(n, paths, PATIENCE)}))  # type: ignore[misc]
+        threading.Thread(target=lambda n=n: rings.update({n: connect_stages(n, paths, PATIENCE)}))  # type: ignore[misc]
         for n in range(count)
     ]
     for thread in joining:
@@ -168,7 +168,7 @@ def test_neighbours_meet_and_leave_no_sockets(folder: Path, count: int) -> None:
 def test_neighbours_that_never_come_are_named(folder: Path) -> None:
     at_first = descriptors()
     with pytest.raises(PeerLost, match=r"pipeline stage 2 does not answer: .*No such file"):
-        join(1, meeting(folder, 3), SHORT)
+        connect_stages(1, meeting(folder, 3), SHORT)
     assert [] == list(folder.iterdir())
     assert at_first == descriptors()
 
@@ -204,7 +204,7 @@ def test_a_stranger_is_not_let_in(folder: Path, hello: bytes) -> None:
         for thread in others:
             thread.start()
         with pytest.raises(PeerLost, match=r"pipeline stage 0 did not come within 0\.2 s"):
-            join(1, paths, SHORT)
+            connect_stages(1, paths, SHORT)
         for thread in others:
             thread.join()
     assert refused.is_set()
@@ -219,7 +219,7 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(
 
     Nor is one waited for whose end never comes, since its node is without power.
     """
-    monkeypatch.setattr(ring, "HELLO_S", 0.5)
+    monkeypatch.setattr(pipeline, "HELLO_S", 0.5)
     paths, ends = meeting(folder, 2), ExitStack()
     given_up, met = threading.Event(), threading.Event()
 
@@ -236,13 +236,13 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(
                 met.wait(PATIENCE)
 
     def come() -> None:
-        ends.callback(join(1, paths, PATIENCE).close)
+        ends.callback(connect_stages(1, paths, PATIENCE).close)
 
     coming, giving_up = threading.Thread(target=come), threading.Thread(target=give_up)
     giving_up.start()
     coming.start()
     assert given_up.wait(PATIENCE)
-    ends.callback(join(0, paths, PATIENCE).close)
+    ends.callback(connect_stages(0, paths, PATIENCE).close)
     coming.join()
     assert not met.is_set()
     met.set()
@@ -251,7 +251,7 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(
 
 
 def test_what_answers_as_no_stage_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "POLL_S", SHORT)
+    monkeypatch.setattr(pipeline, "POLL_S", SHORT)
     paths = meeting(folder, 3)
     with socket.socket(socket.AF_UNIX) as behind:
         behind.bind(paths[2])
@@ -269,7 +269,7 @@ def test_what_answers_as_no_stage_is_none(folder: Path, monkeypatch: pytest.Monk
         answering = threading.Thread(target=answer)
         answering.start()
         with pytest.raises(PeerLost, match="stage 2 does not answer: the listener is not a pipeline stage"):
-            join(1, paths, SHORT)
+            connect_stages(1, paths, SHORT)
         answering.join()
 
 
@@ -290,7 +290,7 @@ def test_a_stage_that_gives_up_sends_those_away_that_came(folder: Path) -> None:
     coming = threading.Thread(target=come)
     coming.start()
     with pytest.raises(PeerLost, match="pipeline stage 2 does not answer") as found:
-        join(1, paths, SHORT)
+        connect_stages(1, paths, SHORT)
     coming.join()
     assert [MAGIC, b""] == came
     assert found.tb is not None  # what the error's frames hold has not been collected
@@ -323,7 +323,9 @@ def test_the_thread_that_waits_for_a_device_has_made_it_current(open_ends: ExitS
     (before, incoming), (outgoing, behind) = socket.socketpair(), socket.socketpair()
     for end in (before, behind):
         open_ends.enter_context(end)
-    stage = Ring(incoming, outgoing, PATIENCE, lambda: said.append(("current", threading.current_thread().name)))
+    stage = StageConnections(
+        incoming, outgoing, PATIENCE, lambda: said.append(("current", threading.current_thread().name))
+    )
     open_ends.callback(stage.close)
     stage.send([torch.zeros(1)], Ready())  # type: ignore[arg-type]
     assert eventually(lambda: len(said) == 2)
