@@ -28,7 +28,7 @@ import uvloop
 from fastapi import FastAPI
 
 from host.logs import BEAT, configure_logging
-from router.app import accounts_of, chat_template_of, create_app, matchers_of
+from router.apis.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.batching.batcher import Batcher
 from router.batching.prefix_mover import Mover, TierMetrics
 from router.config import RouterConfig

@@ -24,7 +24,7 @@ ROOMS = (
     *("server.blocks", "server.pb", "server.arch", "server.quant", "server.ranks", "server.backends"),
     *("server.checkpoint", "server.offload", "server.prefix", "server.config", "server.link", "server.stepping"),
     *("server.layers", "server.model", "server.quantising", "server"),
-    *("router.errors", "router.config", "router.text", "router.sandbox", "router.grammars", "router.scheduling"),
+    *("router.errors", "router.config", "router.text", "router.sandbox", "router.scheduling", "router.grammars"),
     *("router.shards", "router.accounts", "router.telemetry", "router.batching", "router.requests", "router.http"),
     *("router.chat", "router.apis", "router.jobs", "router"),
     *("launch", "launcher", "benchmark", "lockstep_ray"),
@@ -104,7 +104,6 @@ def test_a_request_knows_no_api() -> None:
     users = {module for module, tree in sources() for name in imports(module, tree) if longest_match(name, APIS)}
     assert {module for module in users if not longest_match(module, APIS)} == {
         "router.__main__",
-        "router.app",
         "lockstep_ray.errors",
     }
 
@@ -196,7 +195,7 @@ def test_every_module_says_why_it_exists() -> None:
 
 
 def test_the_router_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, router.app, router.__main__; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, router.apis.app, router.__main__; print({'torch', 'transformers'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "set()" == result.stdout.strip()
 

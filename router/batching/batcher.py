@@ -38,8 +38,8 @@ from typing import Any
 from router.batching.batch_view import BatchView
 from router.batching.prefix_mover import Mover
 from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
-from router.grammars.grammar import Continuation, Matching
 from router.scheduling.drain_rate import DrainRate
+from router.scheduling.grammar import Continuation, Matching
 from router.scheduling.limits import Limits
 from router.scheduling.plan import StepPlan
 from router.scheduling.request import (

@@ -18,8 +18,8 @@ from typing import Any
 from router.chat.formats import ReasoningFormat, ToolFormat, Writing
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.errors import ValidationError
-from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.json_schema import any_of, moved, typed
+from router.scheduling.grammar import Grammar, GrammarKind
 
 # JSON as Python writes it, which models have read most.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

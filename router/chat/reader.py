@@ -30,9 +30,9 @@ from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, Pytho
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
-from router.grammars.grammar import Grammar
 from router.requests.grammars import grammar_of
 from router.requests.prompt import PromptRequest
+from router.scheduling.grammar import Grammar
 from router.text.tokenizer import ModelTokenizer
 
 MOST_CHARACTERS_OF_A_NAME = 64

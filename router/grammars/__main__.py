@@ -28,9 +28,9 @@ from threading import Thread, get_ident
 from typing import Any
 
 from host.process import lower_priority
-from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, TextMatcher
 from router.sandbox import STACK_BYTES
+from router.scheduling.grammar import Grammar, GrammarKind
 
 MEGABYTE = 2**20
 THREADS = 2

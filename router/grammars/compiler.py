@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from router.errors import ValidationError
-from router.grammars.grammar import CompiledGrammar, Continuation, Grammar
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
+from router.scheduling.grammar import CompiledGrammar, Continuation, Grammar
 
 MOST_KEPT = 128  # grammars that are known to be valid
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from host.process import end_with_parent
 from router.errors import GenerationError
-from router.grammars.grammar import CompiledGrammar, Continuation, Match, OnAnswer
 from router.sandbox import MOST_ANSWER_BYTES, pool
 from router.sandbox.pool import PATIENCE, ROOT
+from router.scheduling.grammar import CompiledGrammar, Continuation, Match, OnAnswer
 
 MEMORY_MB = 4096
 SECONDS = 2.0  # of CPU time, to compile a grammar or to answer one token

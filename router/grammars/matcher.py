@@ -24,8 +24,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from router.grammars.grammar import Grammar, GrammarKind
 from router.sandbox import Task, TaskError
+from router.scheduling.grammar import Grammar, GrammarKind
 
 MOST_FORCED = 4096  # tokens at once
 MOST_KEPT = 128  # compiled grammars, as many as `compiler.py` knows to be valid

@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 
 from router.errors import ValidationError
-from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.json_schema import typed
 from router.requests.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, refuse_excess
+from router.scheduling.grammar import Grammar, GrammarKind
 
 MOST_BYTES = 2**16  # of a grammar's text: what takes so many is a program, and compiling it takes a second
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from router.errors import RouterError
-from router.grammars.grammar import CompiledGrammar, Continuation, Match
 from router.scheduling.fairness import MIN_ADVANCE
+from router.scheduling.grammar import CompiledGrammar, Continuation, Match
 from router.scheduling.prefix_moves import KEY_BYTES, DiskWait
 from router.scheduling.queue import RequestSize
 from router.text.generated import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText

@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic
 
-from router.grammars.grammar import Continuation
 from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import Ledger, fair_order, preempted_for
+from router.scheduling.grammar import Continuation
 from router.scheduling.limits import Limits
 from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
 from router.scheduling.prefix_cache import Found, PrefixCache

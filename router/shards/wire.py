@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from router.grammars.grammar import Mask
+from router.scheduling.grammar import Mask
 from router.scheduling.plan import StepPlan
 from router.scheduling.queue import blocks_for
 from router.scheduling.request import Entry, ValidRequest

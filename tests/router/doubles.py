@@ -20,9 +20,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from router.batching.batcher import Batcher
 from router.errors import GenerationError
-from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Mask, Match, OnAnswer
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
+from router.scheduling.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Mask, Match, OnAnswer
 from router.scheduling.limits import Limits
 from router.scheduling.request import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
 from router.shards.wire import token_mask

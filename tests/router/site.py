@@ -16,13 +16,13 @@ import httpx2
 import uvicorn
 from fastapi import FastAPI
 
+from router.apis.app import create_app
 from router.apis.document import api_document
-from router.app import create_app
 from router.batching.batcher import Batcher
 from router.config import RouterConfig
-from router.grammars.grammar import Matching
 from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
+from router.scheduling.grammar import Matching
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import NoTracer, Tracer
 from router.text.tokenizer import ModelTokenizer
@@ -95,7 +95,7 @@ async def unserved(
     settings = RouterConfig(**given)
     metrics = Metrics(wanted)
     batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching)
-    with patch("router.app.api_document", document_once):
+    with patch("router.apis.app.api_document", document_once):
         app = create_app(
             settings,
             limits=wanted,

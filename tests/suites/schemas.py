@@ -20,10 +20,10 @@ import jsonschema
 from jsonschema.protocols import Validator
 
 from router.errors import ValidationError
-from router.grammars.grammar import Grammar
 from router.grammars.matcher import GrammarError, Matchers
 from router.requests.grammars import grammar_of
 from router.requests.schemas import GenerateParameters, GrammarParameters
+from router.scheduling.grammar import Grammar
 from router.text.tokenizer import ModelTokenizer
 from tests.router.grammars.test_matcher import DEMO, drawn
 from tests.suites.archives import LLAMA_CPP, archive, members

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from router.grammars.compiler import Compiler
-from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, Mask
+from router.scheduling.grammar import CompiledGrammar, Continuation, Grammar, Mask
 from tests.router.doubles import FakeMatching, fake_shards, make_limits
 from tests.router.site import PROMPT, Site, assert_is_error, events_in, site
 from tests.router.test_accounts import ALICE, BOB, write

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.errors import GenerationError
-from router.grammars.grammar import Continuation, Mask
+from router.scheduling.grammar import Continuation, Mask
 from router.scheduling.request import (
     Failed,
     Finished,

@@ -17,10 +17,10 @@ from router.chat.reader import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
-from router.grammars.grammar import Grammar, GrammarKind
 from router.requests.grammars import answer_grammar_of, renaming_errors
 from router.requests.prompt import PromptRequest
 from router.requests.schemas import GenerateParameters, GrammarParameters
+from router.scheduling.grammar import Grammar, GrammarKind
 from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer
 

@@ -17,9 +17,9 @@ from router.errors import GenerationError, RouterError, ValidationError
 from router.grammars import follower as followers
 from router.grammars.compiler import MOST_KEPT, Compiler
 from router.grammars.follower import Follower
-from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Match
 from router.grammars.matcher import Matchers
 from router.sandbox.pool import Sandbox
+from router.scheduling.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Match
 from tests.running import ROOT
 
 DEMO = ROOT / "server" / "demo" / "tokenizer.json"

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from router.grammars.grammar import Continuation, Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, cause, mask_of
+from router.scheduling.grammar import Continuation, Grammar, GrammarKind
 from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import byte_tokenizer, word_tokenizer
 from tests.running import ROOT

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from router.errors import RouterError, Unavailable
 from router.grammars.compiler import Compiler
-from router.grammars.grammar import Grammar, GrammarKind
 from router.sandbox.pool import Sandbox
+from router.scheduling.grammar import Grammar, GrammarKind
 from tests.router.grammars.test_follower import ARGUMENTS, DEMO
 
 NUM_TASKS = 2000

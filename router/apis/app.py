@@ -50,7 +50,6 @@ from router.chat.template import ChatTemplate
 from router.config import RouterConfig
 from router.errors import ErrorResponse, RouterError, Unavailable, Unhealthy, for_clients
 from router.grammars.compiler import Compiler
-from router.grammars.grammar import Matching
 from router.http import deadline
 from router.http.bodies import Bodies
 from router.http.guard import ClientGone
@@ -60,6 +59,7 @@ from router.requests.validation import Validator
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
 from router.sandbox.workers import Workers
+from router.scheduling.grammar import Matching
 from router.scheduling.limits import Limits
 from router.shards.client import KvCache, ModelInfo, ShardError, Shards, SharedHealth
 from router.telemetry.metrics import Metrics
@@ -70,7 +70,7 @@ from router.text.tokenizer import ModelTokenizer
 
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
-STATIC = Path(__file__).parent / "http" / "static"
+STATIC = Path(__file__).parent / "documentation"
 NUM_ASIDE = 2  # processes for what clients can make expensive
 
 
