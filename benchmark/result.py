@@ -23,7 +23,7 @@ from typing import Any
 
 from host.version import package_version, version
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 
 PERCENTILE_RULE = (

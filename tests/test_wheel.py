@@ -15,7 +15,7 @@ import pytest
 
 from tests.running import ROOT, SETTINGS_PREFIXES, Server, body
 
-PACKAGES = ("router", "server", "benchmark")
+PACKAGES = ("launch", "host", "router", "server", "benchmark")
 COMMAND_SECONDS = 300  # a liveness bound: the slowest command takes ten
 
 
@@ -70,7 +70,7 @@ def test_it_holds_what_serves_and_nothing_else(wheel: Path) -> None:
         "router/apis/playground/app.js",
         "router/apis/playground/app.css",
     } <= names
-    assert {"server/pb/generate_pb2.py", "benchmark/shapes/bloom-560m.json"} <= names
+    assert {"server/pb/generate_pb2.py", "benchmark/cost/shapes/bloom-560m.json"} <= names
     assert any(name.endswith(".cpp") for name in names) and any(name.endswith(".css") for name in names)
 
 
