@@ -70,7 +70,7 @@ from router.text.tokenizer import ModelTokenizer
 
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
-STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "http" / "static"
 NUM_ASIDE = 2  # processes for what clients can make expensive
 
 
