@@ -12,7 +12,9 @@ so that no other test runs beside them.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import inspect
 import os
 import signal
 import tempfile
@@ -96,6 +98,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     locks = getattr(item.config, "workerinput", {}).get("locks", item.config.stash[LOCKS])
     with place(Path(locks), is_alone=_is_alone(item)):
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 def _is_alone(item: pytest.Item) -> bool:

@@ -165,22 +165,19 @@ def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     told(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000), story)
 
 
-def test_a_reset_is_named() -> None:
+async def test_a_reset_is_named() -> None:
     async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
 
-    async def run() -> None:
-        async with await asyncio.start_server(reset, "127.0.0.1", 0) as listener:
-            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-            async with HttpSender(url, None, 5) as sender:
-                with pytest.raises(NoAnswer, match="the connection was lost: connection reset by peer") as lost:
-                    await sender.send(REQUEST, "x")
-                assert lost.value.was_sent
-
-    asyncio.run(run())
+    async with await asyncio.start_server(reset, "127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        async with HttpSender(url, None, 5) as sender:
+            with pytest.raises(NoAnswer, match="the connection was lost: connection reset by peer") as lost:
+                await sender.send(REQUEST, "x")
+            assert lost.value.was_sent
 
 
 def test_keep_alive_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +199,11 @@ def test_keep_alive_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert [1, 60, 15, 4] == found
 
 
-def test_nobody_there_was_not_asked() -> None:
-    async def story() -> None:
-        async with HttpSender("http://127.0.0.1:1", None, 1) as sender:
-            with pytest.raises(NoAnswer, match=r"no connection to http://127\.0\.0\.1:1: connection refused$") as lost:
-                await sender.send(REQUEST, "x")
-            assert not lost.value.was_sent
-
-    asyncio.run(story())
+async def test_nobody_there_was_not_asked() -> None:
+    async with HttpSender("http://127.0.0.1:1", None, 1) as sender:
+        with pytest.raises(NoAnswer, match=r"no connection to http://127\.0\.0\.1:1: connection refused$") as lost:
+            await sender.send(REQUEST, "x")
+        assert not lost.value.was_sent
 
 
 @pytest.mark.parametrize(

@@ -110,33 +110,30 @@ async def generating(http: httpx2.AsyncClient) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with router(tmp_path) as it, client(it) as http:
-            await asyncio.sleep(0.5)
-            try:
-                await http.get("/health")
-                raise AssertionError("the port is open before the shards are")
-            except httpx2.ConnectError:
-                pass
-            async with shard(tmp_path, step_delay_s=0.2) as (_, steps):
-                table = await it.record(raw=True)
-                assert "max_total_tokens" in table["message"]
-                await it.record(event="ready")
-                assert (await http.get("/health")).status_code == 200
-                running = asyncio.create_task(http.post("/generate", json=body(30)))
-                await generating(http)
-                it.process.send_signal(signal.SIGTERM)
-                await it.record(event="draining")
-                assert (await http.post("/generate", json=body(3))).status_code == 503
-                steps.step_delay_s = 0  # it would go on for six seconds
-                assert (await running).status_code == 200
-                assert await it.exit_status() == 0
-        ended = [record for record in it.records if record["message"].startswith("request ended")]
-        assert [record["reason"] for record in ended] == ["unavailable", "length"]
-        assert all({"timestamp", "level", "target", "message"} <= record.keys() for record in it.records)
-
-    asyncio.run(story())
+async def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path) -> None:
+    async with router(tmp_path) as it, client(it) as http:
+        await asyncio.sleep(0.5)
+        try:
+            await http.get("/health")
+            raise AssertionError("the port is open before the shards are")
+        except httpx2.ConnectError:
+            pass
+        async with shard(tmp_path, step_delay_s=0.2) as (_, steps):
+            table = await it.record(raw=True)
+            assert "max_total_tokens" in table["message"]
+            await it.record(event="ready")
+            assert (await http.get("/health")).status_code == 200
+            running = asyncio.create_task(http.post("/generate", json=body(30)))
+            await generating(http)
+            it.process.send_signal(signal.SIGTERM)
+            await it.record(event="draining")
+            assert (await http.post("/generate", json=body(3))).status_code == 503
+            steps.step_delay_s = 0  # it would go on for six seconds
+            assert (await running).status_code == 200
+            assert await it.exit_status() == 0
+    ended = [record for record in it.records if record["message"].startswith("request ended")]
+    assert [record["reason"] for record in ended] == ["unavailable", "length"]
+    assert all({"timestamp", "level", "target", "message"} <= record.keys() for record in it.records)
 
 
 @pytest.mark.parametrize(
@@ -146,81 +143,66 @@ def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path)
         ("debug", ["waiting for", "model ", "ready at", "step planned", "request ended: length"]),
     ],
 )
-def test_log_level_chooses_records_and_the_launcher_always_learns_of_readiness(
+async def test_log_level_chooses_records_and_the_launcher_always_learns_of_readiness(
     tmp_path: Path, level: str, expected: list[str]
 ) -> None:
-    async def story() -> None:
-        async with shard(tmp_path), router(tmp_path, log_level=level) as it:
-            await it.record(event="ready")
-            async with client(it) as http:
-                assert (await http.post("/generate", json=body(1))).status_code == 200
+    async with shard(tmp_path), router(tmp_path, log_level=level) as it:
+        await it.record(event="ready")
+        async with client(it) as http:
+            assert (await http.post("/generate", json=body(1))).status_code == 200
+        it.process.send_signal(signal.SIGTERM)
+        assert await it.exit_status() == 0
+    messages = [record["message"] for record in it.records if "is_silent" not in record]
+    for beginning in expected:
+        assert any(message.startswith(beginning) for message in messages)
+    assert level == "debug" or len(expected) == len(messages)
+
+
+async def test_second_signal_aborts(tmp_path: Path) -> None:
+    async with shard(tmp_path, step_delay_s=0.2), router(tmp_path) as it:
+        await it.record(event="ready")
+        async with client(it) as http:
+            running = asyncio.create_task(http.post("/generate", json=body(500)))
+            await generating(http)
             it.process.send_signal(signal.SIGTERM)
-            assert await it.exit_status() == 0
-        messages = [record["message"] for record in it.records if "is_silent" not in record]
-        for beginning in expected:
-            assert any(message.startswith(beginning) for message in messages)
-        assert level == "debug" or len(expected) == len(messages)
-
-    asyncio.run(story())
+            await it.record(event="draining")
+            it.process.send_signal(signal.SIGINT)
+            assert await it.exit_status() == 1
+            assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], httpx2.TransportError)
 
 
-def test_second_signal_aborts(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with shard(tmp_path, step_delay_s=0.2), router(tmp_path) as it:
-            await it.record(event="ready")
-            async with client(it) as http:
-                running = asyncio.create_task(http.post("/generate", json=body(500)))
-                await generating(http)
-                it.process.send_signal(signal.SIGTERM)
-                await it.record(event="draining")
-                it.process.send_signal(signal.SIGINT)
+async def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
+    async with router(tmp_path) as it:
+        await it.record(message="waiting for 1 model shard")
+        it.process.send_signal(signal.SIGTERM)
+        assert await it.exit_status() == 0
+
+
+async def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None:
+    async with shard(tmp_path, step_delay_s=0.2) as (server, _), router(tmp_path) as it:
+        await it.record(event="ready")
+        async with client(it) as http:
+            running = asyncio.create_task(http.post("/generate", json=body(500)))
+            await generating(http)
+            await server.stop(None)
+            assert (await running).status_code == 424
+            assert await it.exit_status() == 1
+        assert it.records[-1]["level"] == "CRITICAL"
+        assert it.records[-1]["message"].startswith("shard 0: ")
+
+
+async def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path) -> None:
+    async with shard(tmp_path):
+        cases: list[tuple[dict[str, Any], str]] = [
+            ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
+            ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
+            ({"model_path": "/nowhere"}, "/nowhere has no tokenizer.json"),
+        ]
+        if importlib.util.find_spec("opentelemetry.sdk") is None:
+            cases.append(({"otlp_endpoint": "http://127.0.0.1:1"}, "pip install --editable '.[otel]'"))
+        for fields, sentence in cases:
+            async with router(tmp_path, **fields) as it:
                 assert await it.exit_status() == 1
-                assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], httpx2.TransportError)
-
-    asyncio.run(story())
-
-
-def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with router(tmp_path) as it:
-            await it.record(message="waiting for 1 model shard")
-            it.process.send_signal(signal.SIGTERM)
-            assert await it.exit_status() == 0
-
-    asyncio.run(story())
-
-
-def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with shard(tmp_path, step_delay_s=0.2) as (server, _), router(tmp_path) as it:
-            await it.record(event="ready")
-            async with client(it) as http:
-                running = asyncio.create_task(http.post("/generate", json=body(500)))
-                await generating(http)
-                await server.stop(None)
-                assert (await running).status_code == 424
-                assert await it.exit_status() == 1
-            assert it.records[-1]["level"] == "CRITICAL"
-            assert it.records[-1]["message"].startswith("shard 0: ")
-
-    asyncio.run(story())
-
-
-def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with shard(tmp_path):
-            cases: list[tuple[dict[str, Any], str]] = [
-                ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
-                ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
-                ({"model_path": "/nowhere"}, "/nowhere has no tokenizer.json"),
-            ]
-            if importlib.util.find_spec("opentelemetry.sdk") is None:
-                cases.append(({"otlp_endpoint": "http://127.0.0.1:1"}, "pip install --editable '.[otel]'"))
-            for fields, sentence in cases:
-                async with router(tmp_path, **fields) as it:
-                    assert await it.exit_status() == 1
-                critical = [record for record in it.records if record["level"] == "CRITICAL"]
-                assert len(critical) == 1
-                assert sentence in critical[0]["message"]
-
-    asyncio.run(story())
+            critical = [record for record in it.records if record["level"] == "CRITICAL"]
+            assert len(critical) == 1
+            assert sentence in critical[0]["message"]

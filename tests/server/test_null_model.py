@@ -107,26 +107,23 @@ async def served(folder: Path, num_ranks: int, **settings: float) -> AsyncIterat
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_wire_contract(num_ranks: int, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with served(tmp_path, num_ranks) as shards:
-            info = await shards.info()
-            assert ("null", num_ranks, 2048, "cpu") == (info.model_type, info.world_size, info.vocab_size, info.device)
-            wanted = dict.fromkeys(("max_batch_prefill_tokens", "max_total_tokens", "max_top_n_tokens"), 8)
-            cache = await shards.warmup(max_batch_total_tokens=0, useful_tokens=1000, **wanted)
-            assert (1000, 16, 63) == (cache.max_batch_total_tokens, cache.block_size, cache.num_blocks)
-            cache = await shards.warmup(max_batch_total_tokens=160, useful_tokens=1000, **wanted)
-            assert (160, 10) == (cache.max_batch_total_tokens, cache.num_blocks)
-            shards.send(step_request(1, add=[sequence(1, 1)], chunks=[(1, 1)]))
-            shards.send(step_request(2, decode=True))
-            replies = [await shards.receive(), await shards.receive()]
-            assert [(1, {1: SENTENCE[0]}), (2, {1: SENTENCE[1]})] == [(reply.step, tokens(reply)) for reply in replies]
-            health = await shards.health()
-            assert (2, 2, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
-            with pytest.raises(ValueError, match="the null model computes nothing"):
-                await shards.start_profile()
-
-    asyncio.run(story())
+async def test_the_wire_contract(num_ranks: int, tmp_path: Path) -> None:
+    async with served(tmp_path, num_ranks) as shards:
+        info = await shards.info()
+        assert ("null", num_ranks, 2048, "cpu") == (info.model_type, info.world_size, info.vocab_size, info.device)
+        wanted = dict.fromkeys(("max_batch_prefill_tokens", "max_total_tokens", "max_top_n_tokens"), 8)
+        cache = await shards.warmup(max_batch_total_tokens=0, useful_tokens=1000, **wanted)
+        assert (1000, 16, 63) == (cache.max_batch_total_tokens, cache.block_size, cache.num_blocks)
+        cache = await shards.warmup(max_batch_total_tokens=160, useful_tokens=1000, **wanted)
+        assert (160, 10) == (cache.max_batch_total_tokens, cache.num_blocks)
+        shards.send(step_request(1, add=[sequence(1, 1)], chunks=[(1, 1)]))
+        shards.send(step_request(2, decode=True))
+        replies = [await shards.receive(), await shards.receive()]
+        assert [(1, {1: SENTENCE[0]}), (2, {1: SENTENCE[1]})] == [(reply.step, tokens(reply)) for reply in replies]
+        health = await shards.health()
+        assert (2, 2, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
+        with pytest.raises(ValueError, match="the null model computes nothing"):
+            await shards.start_profile()
 
 
 def test_steps_with_a_pace_end_one_after_the_other() -> None:
@@ -138,44 +135,35 @@ def test_steps_with_a_pace_end_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_pace_delays_the_replies_and_keeps_their_order(num_ranks: int, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with served(tmp_path, num_ranks, null_step_ms=20.0, null_token_us=1000.0) as shards:
-            loop = asyncio.get_running_loop()
-            started = loop.time()
-            shards.send(step_request(1, add=[sequence(1, 10)], chunks=[(1, 10)]))
-            shards.send(step_request(2, decode=True))
-            replies = [await shards.receive(), await shards.receive()]
-            assert loop.time() - started >= 0.050
-            assert [(1, {1: SENTENCE[0]}), (2, {1: SENTENCE[1]})] == [(reply.step, tokens(reply)) for reply in replies]
-            health = await shards.health()
-            assert (2, 2) == (health.steps_received, health.steps_finished)
-
-    asyncio.run(story())
+async def test_a_pace_delays_the_replies_and_keeps_their_order(num_ranks: int, tmp_path: Path) -> None:
+    async with served(tmp_path, num_ranks, null_step_ms=20.0, null_token_us=1000.0) as shards:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        shards.send(step_request(1, add=[sequence(1, 10)], chunks=[(1, 10)]))
+        shards.send(step_request(2, decode=True))
+        replies = [await shards.receive(), await shards.receive()]
+        assert loop.time() - started >= 0.050
+        assert [(1, {1: SENTENCE[0]}), (2, {1: SENTENCE[1]})] == [(reply.step, tokens(reply)) for reply in replies]
+        health = await shards.health()
+        assert (2, 2) == (health.steps_received, health.steps_finished)
 
 
 @pytest.mark.parametrize("token_us", [0.0, 50.0])
-def test_prefixes_are_shared_where_computing_them_takes_time(token_us: float, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with served(tmp_path, 1, null_step_ms=1.0, null_token_us=token_us) as shards:
-            assert (token_us > 0) == (await shards.info()).shares_prefixes
-
-    asyncio.run(story())
+async def test_prefixes_are_shared_where_computing_them_takes_time(token_us: float, tmp_path: Path) -> None:
+    async with served(tmp_path, 1, null_step_ms=1.0, null_token_us=token_us) as shards:
+        assert (token_us > 0) == (await shards.info()).shares_prefixes
 
 
-def test_other_ranks_refuse_the_router_s_steps(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with served(tmp_path, 2):
-            second = ShardedClient([str(tmp_path / "rank-1")])
-            try:
-                await second.wait_ready(timeout=300)
-                second.send(step_request(1))
-                with pytest.raises(ShardError, match="steps reach rank 1 through rank 0"):
-                    await second.receive()
-            finally:
-                await second.close()
-
-    asyncio.run(story())
+async def test_other_ranks_refuse_the_router_s_steps(tmp_path: Path) -> None:
+    async with served(tmp_path, 2):
+        second = ShardedClient([str(tmp_path / "rank-1")])
+        try:
+            await second.wait_ready(timeout=300)
+            second.send(step_request(1))
+            with pytest.raises(ShardError, match="steps reach rank 1 through rank 0"):
+                await second.receive()
+        finally:
+            await second.close()
 
 
 def test_it_imports_no_torch() -> None:

@@ -28,16 +28,13 @@ async def _ask(port: int, text: str) -> bytes:
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("round-robin", [2, 2]), ("prefix-affine", [0, 4])])
-def test_it_passes_on_what_it_is_sent(policy: str, expected: list[int]) -> None:
-    async def story() -> None:
-        servers = [await asyncio.start_server(_echo, "127.0.0.1", 0) for _ in range(2)]
-        ports = [server.sockets[0].getsockname()[1] for server in servers]
-        proxy = Proxy([f"http://127.0.0.1:{port}" for port in ports], policy)
-        front = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-        for _ in range(4):
-            assert b'"inputs": "the same"' in await _ask(front.sockets[0].getsockname()[1], "the same")
-        assert expected == sorted(proxy.sent)
-        for server in (*servers, front):
-            server.close()
-
-    asyncio.run(story())
+async def test_it_passes_on_what_it_is_sent(policy: str, expected: list[int]) -> None:
+    servers = [await asyncio.start_server(_echo, "127.0.0.1", 0) for _ in range(2)]
+    ports = [server.sockets[0].getsockname()[1] for server in servers]
+    proxy = Proxy([f"http://127.0.0.1:{port}" for port in ports], policy)
+    front = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    for _ in range(4):
+        assert b'"inputs": "the same"' in await _ask(front.sockets[0].getsockname()[1], "the same")
+    assert expected == sorted(proxy.sent)
+    for server in (*servers, front):
+        server.close()

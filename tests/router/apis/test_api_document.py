@@ -178,57 +178,49 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"api_key": "k"}])
-def test_head_is_answered_wherever_get_is_and_405_names_what_is(config: Json) -> None:
-    async def story() -> None:
-        async with site(config=config) as it:
-            headers = {"authorization": "Bearer k", "x-request-id": "mine"}
-            for path in {route.path for route in it.app.routes if isinstance(route, APIRoute)}:
-                path = path.replace("{name:path}", "a/model")
-                methods = {
-                    m for r in it.app.routes if isinstance(r, APIRoute) and r.path == path for m in r.methods or ()
-                }
-                answer = await it.http.request("HEAD", path, headers=headers)
-                if "POST" in methods and "GET" not in methods:
-                    assert_allows(answer.headers["allow"], "POST")
-                    assert 405 == answer.status_code
-                else:
-                    assert (200, b"") == (answer.status_code, answer.content), path
-                assert "mine" == answer.headers["x-request-id"]
-            for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
-                refused = await it.http.request(method, "/", headers=headers)
-                assert_is_error(refused, 405, "method_not_allowed")
-                assert_allows(refused.headers["allow"], "GET", "HEAD", "POST")
-                assert_allows(
-                    (await it.http.request(method, "/v1/models/a/b", headers=headers)).headers["allow"], "GET", "HEAD"
-                )
-
-    asyncio.run(story())
+async def test_head_is_answered_wherever_get_is_and_405_names_what_is(config: Json) -> None:
+    async with site(config=config) as it:
+        headers = {"authorization": "Bearer k", "x-request-id": "mine"}
+        for path in {route.path for route in it.app.routes if isinstance(route, APIRoute)}:
+            path = path.replace("{name:path}", "a/model")
+            methods = {m for r in it.app.routes if isinstance(r, APIRoute) and r.path == path for m in r.methods or ()}
+            answer = await it.http.request("HEAD", path, headers=headers)
+            if "POST" in methods and "GET" not in methods:
+                assert_allows(answer.headers["allow"], "POST")
+                assert 405 == answer.status_code
+            else:
+                assert (200, b"") == (answer.status_code, answer.content), path
+            assert "mine" == answer.headers["x-request-id"]
+        for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+            refused = await it.http.request(method, "/", headers=headers)
+            assert_is_error(refused, 405, "method_not_allowed")
+            assert_allows(refused.headers["allow"], "GET", "HEAD", "POST")
+            assert_allows(
+                (await it.http.request(method, "/v1/models/a/b", headers=headers)).headers["allow"], "GET", "HEAD"
+            )
 
 
 def assert_allows(header: str, *methods: str) -> None:
     assert set(methods) == set(header.split(", "))
 
 
-def test_preflights_pass_for_every_route_without_a_key() -> None:
-    async def story() -> None:
-        async with site(config={"api_key": "k", "cors_allow_origin": ("http://a",)}) as it:
-            for route in it.app.routes:
-                assert isinstance(route, APIRoute)
-                for method in (route.methods or set()) - {"HEAD"}:
-                    asked = {"origin": "http://a", "access-control-request-method": method}
-                    asked["access-control-request-headers"] = "authorization, content-type, x-request-timeout-ms"
-                    path = route.path.replace("{name:path}", "a")
-                    answer = await it.http.options(path, headers={**asked, "x-request-id": "mine"})
-                    assert (200, "http://a") == (answer.status_code, answer.headers["access-control-allow-origin"])
-                    assert "mine" == answer.headers["x-request-id"]
-                    other = await it.http.options(path, headers={**asked, "origin": "http://b"})
-                    assert 400 == other.status_code and "access-control-allow-origin" not in other.headers
-            answer = await it.http.post(
-                "/generate", json={"inputs": PROMPT}, headers={"authorization": "Bearer k", "origin": "http://a"}
-            )
-            shown = set(answer.headers["access-control-expose-headers"].split(", "))
-            assert {name for name in answer.headers if name.startswith("x-")} | {"retry-after"} == shown
-            refused = await it.http.post("/vertex", json={}, headers={"origin": "http://a"})
-            assert (401, "http://a") == (refused.status_code, refused.headers["access-control-allow-origin"])
-
-    asyncio.run(story())
+async def test_preflights_pass_for_every_route_without_a_key() -> None:
+    async with site(config={"api_key": "k", "cors_allow_origin": ("http://a",)}) as it:
+        for route in it.app.routes:
+            assert isinstance(route, APIRoute)
+            for method in (route.methods or set()) - {"HEAD"}:
+                asked = {"origin": "http://a", "access-control-request-method": method}
+                asked["access-control-request-headers"] = "authorization, content-type, x-request-timeout-ms"
+                path = route.path.replace("{name:path}", "a")
+                answer = await it.http.options(path, headers={**asked, "x-request-id": "mine"})
+                assert (200, "http://a") == (answer.status_code, answer.headers["access-control-allow-origin"])
+                assert "mine" == answer.headers["x-request-id"]
+                other = await it.http.options(path, headers={**asked, "origin": "http://b"})
+                assert 400 == other.status_code and "access-control-allow-origin" not in other.headers
+        answer = await it.http.post(
+            "/generate", json={"inputs": PROMPT}, headers={"authorization": "Bearer k", "origin": "http://a"}
+        )
+        shown = set(answer.headers["access-control-expose-headers"].split(", "))
+        assert {name for name in answer.headers if name.startswith("x-")} | {"retry-after"} == shown
+        refused = await it.http.post("/vertex", json={}, headers={"origin": "http://a"})
+        assert (401, "http://a") == (refused.status_code, refused.headers["access-control-allow-origin"])

@@ -61,50 +61,41 @@ KEYS = [
 ]
 
 
-def test_no_spelling_of_a_request_comes_past_the_key() -> None:
+async def test_no_spelling_of_a_request_comes_past_the_key() -> None:
     """On a server that any name may reach, so that the key alone is in the way."""
 
-    async def story() -> None:
-        async with site(config={"api_key": KEY, "hostname": "0.0.0.0"}) as it:
-            for line in ODD_LINES:
-                for host in ODD_HOSTS:
-                    for key in KEYS[:2] if host != b"x" else KEYS:
-                        request = line + b"\r\nhost: " + host + b"\r\nconnection: close\r\n" + key + b"\r\n"
-                        async with asyncio.timeout(20):
-                            answer = await raw(it.port, request)
-                        assert re.match(rb"HTTP/1.1 (400|401|404|405|421) ", answer), (request, answer)
-                        assert b"model_id" not in answer and b"tgi_" not in answer
-            right = {"authorization": f"Bearer {KEY}"}
-            assert (await it.http.get("/info", headers=right)).status_code == 200
-
-    asyncio.run(story())
+    async with site(config={"api_key": KEY, "hostname": "0.0.0.0"}) as it:
+        for line in ODD_LINES:
+            for host in ODD_HOSTS:
+                for key in KEYS[:2] if host != b"x" else KEYS:
+                    request = line + b"\r\nhost: " + host + b"\r\nconnection: close\r\n" + key + b"\r\n"
+                    async with asyncio.timeout(20):
+                        answer = await raw(it.port, request)
+                    assert re.match(rb"HTTP/1.1 (400|401|404|405|421) ", answer), (request, answer)
+                    assert b"model_id" not in answer and b"tgi_" not in answer
+        right = {"authorization": f"Bearer {KEY}"}
+        assert (await it.http.get("/info", headers=right)).status_code == 200
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip"])
-def test_compressed_bodies_are_not_unpacked(encoding: str) -> None:
+async def test_compressed_bodies_are_not_unpacked(encoding: str) -> None:
     """So a small body cannot become a large one."""
 
-    async def story() -> None:
-        async with site() as it:
-            body = gzip.compress(b'{"inputs": "' + b"a" * 10**7 + b'"}')
-            answer = await it.http.post("/generate", content=body, headers=JSON | {"content-encoding": encoding})
-            assert answer.status_code in (400, 415)
-            assert_is_clean_answer(answer.headers["content-type"], answer.content)
-
-    asyncio.run(story())
+    async with site() as it:
+        body = gzip.compress(b'{"inputs": "' + b"a" * 10**7 + b'"}')
+        answer = await it.http.post("/generate", content=body, headers=JSON | {"content-encoding": encoding})
+        assert answer.status_code in (400, 415)
+        assert_is_clean_answer(answer.headers["content-type"], answer.content)
 
 
-def test_thousands_of_ranges_are_one_file() -> None:
-    async def story() -> None:
-        async with site() as it:
-            path = "/docs/swagger-ui.css"
-            whole = await it.http.get(path)
-            assert whole.status_code == 200
-            ranges = "bytes=" + ",".join(f"{n}-{n}" for n in range(0, 6000, 2))
-            assert (await it.http.get(path, headers={"range": ranges})).content == whole.content
-            assert (await it.http.get(path, headers={"range": "bytes=0-"})).status_code == 200
-
-    asyncio.run(story())
+async def test_thousands_of_ranges_are_one_file() -> None:
+    async with site() as it:
+        path = "/docs/swagger-ui.css"
+        whole = await it.http.get(path)
+        assert whole.status_code == 200
+        ranges = "bytes=" + ",".join(f"{n}-{n}" for n in range(0, 6000, 2))
+        assert (await it.http.get(path, headers={"range": ranges})).content == whole.content
+        assert (await it.http.get(path, headers={"range": "bytes=0-"})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -125,15 +116,12 @@ def test_thousands_of_ranges_are_one_file() -> None:
         "/static/swagger-ui.css",
     ],
 )
-def test_paths_lead_to_routes_and_not_to_files(path: str) -> None:
-    async def story() -> None:
-        async with site() as it:
-            answer = await raw(it.port, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
-            head, _, content = answer.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 404 "), answer
-            assert_is_clean(json.loads(content))
-
-    asyncio.run(story())
+async def test_paths_lead_to_routes_and_not_to_files(path: str) -> None:
+    async with site() as it:
+        answer = await raw(it.port, f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 404 "), answer
+        assert_is_clean(json.loads(content))
 
 
 NO_SUCH_FIELD = {
@@ -148,24 +136,21 @@ NO_SUCH_FIELD = {
 }
 
 
-def test_fields_that_we_do_not_have_change_nothing() -> None:
+async def test_fields_that_we_do_not_have_change_nothing() -> None:
     """Tensors, code, templates, paths and addresses are no part of a request, whatever other servers make of them."""
 
-    async def story() -> None:
-        async with site() as it:
-            plain = (await it.post("/generate", max_new_tokens=5)).json()
-            body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 5} | NO_SUCH_FIELD} | NO_SUCH_FIELD
-            assert (await it.http.post("/generate", json=body)).json() == plain
-            assert (await it.post("/generate", adapter_id="../../etc/passwd")).status_code == 422
-            for tensor in ({"prompt_embeds": NO_SUCH_FIELD["logits_processor"]}, {"input_embeds": [[1e308] * 10]}):
-                for asked in ({"inputs": PROMPT} | tensor, {"inputs": PROMPT, "parameters": tensor}):
-                    answer = await it.http.post("/generate", json=asked)
-                    assert answer.status_code == 422
-                    assert f"{next(iter(tensor))}`: is not served: leave it out" in answer.json()["error"]
-            image = f"![]({NO_SUCH_FIELD['image']})"
-            assert (await it.post("/generate", inputs=image, max_new_tokens=1)).status_code == 200
-
-    asyncio.run(story())
+    async with site() as it:
+        plain = (await it.post("/generate", max_new_tokens=5)).json()
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 5} | NO_SUCH_FIELD} | NO_SUCH_FIELD
+        assert (await it.http.post("/generate", json=body)).json() == plain
+        assert (await it.post("/generate", adapter_id="../../etc/passwd")).status_code == 422
+        for tensor in ({"prompt_embeds": NO_SUCH_FIELD["logits_processor"]}, {"input_embeds": [[1e308] * 10]}):
+            for asked in ({"inputs": PROMPT} | tensor, {"inputs": PROMPT, "parameters": tensor}):
+                answer = await it.http.post("/generate", json=asked)
+                assert answer.status_code == 422
+                assert f"{next(iter(tensor))}`: is not served: leave it out" in answer.json()["error"]
+        image = f"![]({NO_SUCH_FIELD['image']})"
+        assert (await it.post("/generate", inputs=image, max_new_tokens=1)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -180,77 +165,61 @@ def test_fields_that_we_do_not_have_change_nothing() -> None:
     ],
     ids=lambda body: str(body)[:60],
 )
-def test_what_is_too_much_is_refused(body: dict[str, Any]) -> None:
-    async def story() -> None:
-        async with site() as it:
-            answer = await it.http.post("/generate", content=orjson.dumps(body), headers=JSON)
-            assert answer.status_code == 422, answer.text
-            assert_is_clean_answer(answer.headers["content-type"], answer.content)
-
-    asyncio.run(story())
+async def test_what_is_too_much_is_refused(body: dict[str, Any]) -> None:
+    async with site() as it:
+        answer = await it.http.post("/generate", content=orjson.dumps(body), headers=JSON)
+        assert answer.status_code == 422, answer.text
+        assert_is_clean_answer(answer.headers["content-type"], answer.content)
 
 
-def test_a_request_that_is_cancelled_takes_none_of_its_name_with_it() -> None:
+async def test_a_request_that_is_cancelled_takes_none_of_its_name_with_it() -> None:
     """All have the same id or a beginning of it: a server that looked requests up by it would end the wrong ones."""
 
-    async def story() -> None:
-        shards = fake_shards(make_limits(), step_delay_s=0.001)
-        async with site(shards, max_concurrent_requests=200) as it:
-            body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 20}}
-            names = ["a" * (1 + number % 64) for number in range(80)]
-            tasks = [
-                asyncio.create_task(it.http.post("/generate", json=body, headers={"x-request-id": name}))
-                for name in names
-            ]
-            while not shards.live_ids:
-                await asyncio.sleep(0.001)
-            left = tasks[0]
-            left.cancel()
-            answers = await asyncio.gather(*tasks[1:])
-            assert {answer.status_code for answer in answers} == {200}
-            assert len({answer.text for answer in answers}) == 1
-            await it.all_free()
-
-    asyncio.run(story())
+    shards = fake_shards(make_limits(), step_delay_s=0.001)
+    async with site(shards, max_concurrent_requests=200) as it:
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 20}}
+        names = ["a" * (1 + number % 64) for number in range(80)]
+        tasks = [
+            asyncio.create_task(it.http.post("/generate", json=body, headers={"x-request-id": name})) for name in names
+        ]
+        while not shards.live_ids:
+            await asyncio.sleep(0.001)
+        left = tasks[0]
+        left.cancel()
+        answers = await asyncio.gather(*tasks[1:])
+        assert {answer.status_code for answer in answers} == {200}
+        assert len({answer.text for answer in answers}) == 1
+        await it.all_free()
 
 
-def test_no_answer_of_the_status_routes_has_the_key() -> None:
-    async def story() -> None:
-        async with site(config={"api_key": KEY}) as it:
-            right = {"authorization": f"Bearer {KEY}"}
-            for path in ("/info", "/metrics", "/health", "/api-doc/openapi.json", "/docs", "/nowhere"):
-                answer = await it.http.get(path, headers=right)
-                assert KEY not in answer.text and KEY not in str(answer.headers)
-
-    asyncio.run(story())
+async def test_no_answer_of_the_status_routes_has_the_key() -> None:
+    async with site(config={"api_key": KEY}) as it:
+        right = {"authorization": f"Bearer {KEY}"}
+        for path in ("/info", "/metrics", "/health", "/api-doc/openapi.json", "/docs", "/nowhere"):
+            answer = await it.http.get(path, headers=right)
+            assert KEY not in answer.text and KEY not in str(answer.headers)
 
 
-def test_a_scraper_that_never_rests_stops_no_stream() -> None:
-    async def story() -> None:
-        shards = fake_shards(make_limits(), step_delay_s=0.002)
-        async with site(shards) as it:
-            alone = (await it.post("/generate_stream", max_new_tokens=100)).text
-            stream = asyncio.create_task(it.post("/generate_stream", max_new_tokens=100))
-            began, scraped = time.monotonic(), 0
-            while not stream.done():
-                assert (await it.http.get("/metrics")).status_code == 200
-                scraped += 1
-                assert time.monotonic() - began < 60
-            assert scraped > 3
-            assert stream.result().text == alone
-
-    asyncio.run(story())
+async def test_a_scraper_that_never_rests_stops_no_stream() -> None:
+    shards = fake_shards(make_limits(), step_delay_s=0.002)
+    async with site(shards) as it:
+        alone = (await it.post("/generate_stream", max_new_tokens=100)).text
+        stream = asyncio.create_task(it.post("/generate_stream", max_new_tokens=100))
+        began, scraped = time.monotonic(), 0
+        while not stream.done():
+            assert (await it.http.get("/metrics")).status_code == 200
+            scraped += 1
+            assert time.monotonic() - began < 60
+        assert scraped > 3
+        assert stream.result().text == alone
 
 
-def test_a_probe_is_told_of_an_outage_and_not_of_the_inside_of_the_server() -> None:
+async def test_a_probe_is_told_of_an_outage_and_not_of_the_inside_of_the_server() -> None:
     """Probes need no key."""
 
-    async def story() -> None:
-        async with site(config={"api_key": KEY}) as it:
-            it.batcher.outage = ShardError(0, "File /srv/lockstep/server/engine.py, at 0x7f3a2b1c")
-            answer = await it.http.get("/health")
-            assert 503 == answer.status_code and "started again" in answer.json()["error"]
-            assert_is_clean_answer(answer.headers["content-type"], answer.content)
-            assert "engine.py" not in answer.text
-
-    asyncio.run(story())
+    async with site(config={"api_key": KEY}) as it:
+        it.batcher.outage = ShardError(0, "File /srv/lockstep/server/engine.py, at 0x7f3a2b1c")
+        answer = await it.http.get("/health")
+        assert 503 == answer.status_code and "started again" in answer.json()["error"]
+        assert_is_clean_answer(answer.headers["content-type"], answer.content)
+        assert "engine.py" not in answer.text

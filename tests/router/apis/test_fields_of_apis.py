@@ -6,7 +6,6 @@ that is not its default. What is ignored is a table of docs/apis.md, which is ge
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -242,28 +241,25 @@ APIS = [CHAT, TEXT, RESPONSES, MESSAGES]
 
 
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.path)
-def test_every_published_field_is_taken_refused_or_known_to_change_nothing(api: Api, tmp_path: Path) -> None:
+async def test_every_published_field_is_taken_refused_or_known_to_change_nothing(api: Api, tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     assert not set(api.fields) - api.values.keys(), "published since: give each a value, and see what becomes of it"
 
-    async def story() -> None:
-        config = {"chat_template": str(tmp_path / "template.jinja"), "reasoning_parser": "none"}
-        shards = fake_shards(make_limits(**LIMITS), **replying(lambda _: "one two"))
-        async with site(shards, config=config, **LIMITS) as it:
-            it.http.timeout = 60  # the first chat waits for a process
-            usual: dict[str, Any] = {}
-            for name in api.fields:
-                beside = {**api.base, **api.beside.get(name, {})}
-                usual.setdefault(json.dumps(beside), await effect(it, api, beside))
-                status, *found = await effect(it, api, {**beside, name: api.values[name]})
-                if name in api.schema.not_served:
-                    assert 400 == status and f"`{name}` " in found[0], name
-                elif name in api.ignored:
-                    assert [status, *found] == usual[json.dumps(beside)], name
-                elif name not in api.elsewhere:
-                    assert 200 == status and [status, *found] != usual[json.dumps(beside)], (name, found)
-
-    asyncio.run(story())
+    config = {"chat_template": str(tmp_path / "template.jinja"), "reasoning_parser": "none"}
+    shards = fake_shards(make_limits(**LIMITS), **replying(lambda _: "one two"))
+    async with site(shards, config=config, **LIMITS) as it:
+        it.http.timeout = 60  # the first chat waits for a process
+        usual: dict[str, Any] = {}
+        for name in api.fields:
+            beside = {**api.base, **api.beside.get(name, {})}
+            usual.setdefault(json.dumps(beside), await effect(it, api, beside))
+            status, *found = await effect(it, api, {**beside, name: api.values[name]})
+            if name in api.schema.not_served:
+                assert 400 == status and f"`{name}` " in found[0], name
+            elif name in api.ignored:
+                assert [status, *found] == usual[json.dumps(beside)], name
+            elif name not in api.elsewhere:
+                assert 200 == status and [status, *found] != usual[json.dumps(beside)], (name, found)
 
 
 async def effect(it: Site, api: Api, body: Mapping[str, Any]) -> list[Any]:

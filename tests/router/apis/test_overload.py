@@ -39,53 +39,44 @@ def slow_site(seconds: float = 0.02, config: dict[str, Any] | None = None, **lim
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_a_queued_request_ends_with_504_when_its_time_is_over(path: str) -> None:
-    async def story() -> None:
-        async with slow_site(max_batch_size=1) as it:
-            running = asyncio.create_task(it.http.post("/generate", json=asked()))
-            while not it.shards.live_ids:
-                await asyncio.sleep(0.001)
-            answer = await it.http.post(path, json=asked(), headers={"x-request-timeout-ms": "50"})
-            assert_is_error(answer, 504, "timeout")
-            assert "within its 0.05 s" in answer.json()["error"]
-            assert 200 == (await running).status_code
-            await it.all_free()
-            assert 1 == await metric(it, 'tgi_request_timeout{stage="queued"}')
-            assert 1 == await metric(it, 'tgi_request_failure{err="timeout"}')
-            assert 0 == await metric(it, "tgi_queue_tokens")
-
-    asyncio.run(story())
+async def test_a_queued_request_ends_with_504_when_its_time_is_over(path: str) -> None:
+    async with slow_site(max_batch_size=1) as it:
+        running = asyncio.create_task(it.http.post("/generate", json=asked()))
+        while not it.shards.live_ids:
+            await asyncio.sleep(0.001)
+        answer = await it.http.post(path, json=asked(), headers={"x-request-timeout-ms": "50"})
+        assert_is_error(answer, 504, "timeout")
+        assert "within its 0.05 s" in answer.json()["error"]
+        assert 200 == (await running).status_code
+        await it.all_free()
+        assert 1 == await metric(it, 'tgi_request_timeout{stage="queued"}')
+        assert 1 == await metric(it, 'tgi_request_failure{err="timeout"}')
+        assert 0 == await metric(it, "tgi_queue_tokens")
 
 
-def test_a_running_stream_keeps_its_tokens_and_ends_with_an_event() -> None:
-    async def story() -> None:
-        async with slow_site() as it:
-            answer = await it.http.post("/generate_stream", json=asked(), headers={"x-request-timeout-ms": "300"})
-            *tokens, last = events_in(answer.text)
-            assert (200, "timeout") == (answer.status_code, last["error_type"])
-            assert list(range(1, len(tokens) + 1)) == [event["index"] for event in tokens]
-            assert 0 < len(tokens) < 100
-            await it.all_free()
-            assert 1 == await metric(it, 'tgi_request_timeout{stage="running"}')
-            assert len(it.shards.requests) <= len(tokens) + 4  # nothing more was computed for it
-
-    asyncio.run(story())
+async def test_a_running_stream_keeps_its_tokens_and_ends_with_an_event() -> None:
+    async with slow_site() as it:
+        answer = await it.http.post("/generate_stream", json=asked(), headers={"x-request-timeout-ms": "300"})
+        *tokens, last = events_in(answer.text)
+        assert (200, "timeout") == (answer.status_code, last["error_type"])
+        assert list(range(1, len(tokens) + 1)) == [event["index"] for event in tokens]
+        assert 0 < len(tokens) < 100
+        await it.all_free()
+        assert 1 == await metric(it, 'tgi_request_timeout{stage="running"}')
+        assert len(it.shards.requests) <= len(tokens) + 4  # nothing more was computed for it
 
 
-def test_a_plain_answer_that_is_late_is_504_for_all_its_samples() -> None:
-    async def story() -> None:
-        async with slow_site(config={"request_timeout": 0.2}) as it:
-            answer = await it.http.post("/generate", json=asked(best_of=2, do_sample=True, details=True))
-            assert_is_error(answer, 504, "timeout")
-            await it.all_free()
-            assert 1 == await metric(it, 'tgi_request_timeout{stage="running"}')
-
-    asyncio.run(story())
+async def test_a_plain_answer_that_is_late_is_504_for_all_its_samples() -> None:
+    async with slow_site(config={"request_timeout": 0.2}) as it:
+        answer = await it.http.post("/generate", json=asked(best_of=2, do_sample=True, details=True))
+        assert_is_error(answer, 504, "timeout")
+        await it.all_free()
+        assert 1 == await metric(it, 'tgi_request_timeout{stage="running"}')
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_grammar_that_takes_too_long_is_no_reason_to_be_late(
+async def test_a_grammar_that_takes_too_long_is_no_reason_to_be_late(
     path: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither while it is compiled, nor while the request is held until it is known what may come next."""
@@ -96,67 +87,55 @@ def test_a_grammar_that_takes_too_long_is_no_reason_to_be_late(
 
     monkeypatch.setattr(Compiler, "_compile", compile)
 
-    async def story() -> None:
-        matching = FakeMatching(delays=())
-        async with site(matching=matching) as it:
-            body = asked(grammar={"type": "regex", "value": "A+"})
-            headers = {"x-request-timeout-ms": "300"}
-            late = asyncio.create_task(it.http.post(path, json=body, headers=headers))
-            free = await it.http.post("/generate", json=asked(3))
-            assert 200 == free.status_code  # nobody waits for it
-            if is_compiled:
-                async with asyncio.timeout(10):
-                    while not await metric(it, "tgi_batch_held_size"):
-                        await asyncio.sleep(0.01)
-            answer = await late
-            if is_compiled and path == "/generate_stream":
-                first, last = events_in(answer.text)
-                assert (200, "A", "timeout") == (answer.status_code, first["token"]["text"], last["error_type"])
-            else:
-                assert_is_error(answer, 504, "timeout")
-            await it.all_free()
-            stage = "running" if is_compiled else "validation"
-            assert 1 == await metric(it, f'tgi_request_timeout{{stage="{stage}"}}')
-            assert 0 == await metric(it, "tgi_batch_held_size") == matching.num_followed
-
-    asyncio.run(story())
+    matching = FakeMatching(delays=())
+    async with site(matching=matching) as it:
+        body = asked(grammar={"type": "regex", "value": "A+"})
+        headers = {"x-request-timeout-ms": "300"}
+        late = asyncio.create_task(it.http.post(path, json=body, headers=headers))
+        free = await it.http.post("/generate", json=asked(3))
+        assert 200 == free.status_code  # nobody waits for it
+        if is_compiled:
+            async with asyncio.timeout(10):
+                while not await metric(it, "tgi_batch_held_size"):
+                    await asyncio.sleep(0.01)
+        answer = await late
+        if is_compiled and path == "/generate_stream":
+            first, last = events_in(answer.text)
+            assert (200, "A", "timeout") == (answer.status_code, first["token"]["text"], last["error_type"])
+        else:
+            assert_is_error(answer, 504, "timeout")
+        await it.all_free()
+        stage = "running" if is_compiled else "validation"
+        assert 1 == await metric(it, f'tgi_request_timeout{{stage="{stage}"}}')
+        assert 0 == await metric(it, "tgi_batch_held_size") == matching.num_followed
 
 
 @pytest.mark.parametrize(("server", "client", "seconds"), [(0.1, "60000", "0.1"), (60, "100", "0.1")])
-def test_the_smaller_of_both_counts(server: float, client: str, seconds: str) -> None:
-    async def story() -> None:
-        async with slow_site(config={"request_timeout": server}) as it:
-            answer = await it.http.post("/generate", json=asked(), headers={"x-request-timeout-ms": client})
-            assert_is_error(answer, 504, "timeout")
-            assert f"within its {seconds} s" in answer.json()["error"]
-
-    asyncio.run(story())
+async def test_the_smaller_of_both_counts(server: float, client: str, seconds: str) -> None:
+    async with slow_site(config={"request_timeout": server}) as it:
+        answer = await it.http.post("/generate", json=asked(), headers={"x-request-timeout-ms": client})
+        assert_is_error(answer, 504, "timeout")
+        assert f"within its {seconds} s" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "1.5", "1e3", "abc", "99999999999", "9" * 5000, "٣"])
-def test_a_header_that_is_no_time_is_refused(value: str) -> None:
-    async def story() -> None:
-        async with site() as it:
-            headers = [(b"x-request-timeout-ms", value.encode())]
-            answer = await it.http.post("/generate_stream", json=asked(2), headers=headers)
-            assert_is_error(answer, 422, "validation")
-            assert "give a whole number of milliseconds from 1 to 86400000" in answer.json()["error"]
-            assert len(answer.content) < 300
-
-    asyncio.run(story())
+async def test_a_header_that_is_no_time_is_refused(value: str) -> None:
+    async with site() as it:
+        headers = [(b"x-request-timeout-ms", value.encode())]
+        answer = await it.http.post("/generate_stream", json=asked(2), headers=headers)
+        assert_is_error(answer, 422, "validation")
+        assert "give a whole number of milliseconds from 1 to 86400000" in answer.json()["error"]
+        assert len(answer.content) < 300
 
 
-def test_a_request_in_time_leaves_no_timer() -> None:
-    async def story() -> None:
-        async with site() as it:
-            loop = asyncio.get_running_loop()
-            before = len(timers(loop))
-            for path in ("/generate", "/generate_stream"):
-                answer = await it.http.post(path, json=asked(3), headers={"x-request-timeout-ms": "80000000"})
-                assert 200 == answer.status_code
-            assert len(timers(loop)) <= before + 1  # the connection's own
-
-    asyncio.run(story())
+async def test_a_request_in_time_leaves_no_timer() -> None:
+    async with site() as it:
+        loop = asyncio.get_running_loop()
+        before = len(timers(loop))
+        for path in ("/generate", "/generate_stream"):
+            answer = await it.http.post(path, json=asked(3), headers={"x-request-timeout-ms": "80000000"})
+            assert 200 == answer.status_code
+        assert len(timers(loop)) <= before + 1  # the connection's own
 
 
 def timers(loop: Any) -> list[asyncio.TimerHandle]:
@@ -166,42 +145,36 @@ def timers(loop: Any) -> list[asyncio.TimerHandle]:
 # ------------------------------------------------------------------------------------------------------- when to return
 
 
-def test_who_is_refused_learns_when_a_place_will_be_free() -> None:
+async def test_who_is_refused_learns_when_a_place_will_be_free() -> None:
     """Two of three requests have ended in 14 s, so the next may take another 7."""
 
-    async def story() -> None:
-        async with site(max_concurrent_requests=0) as it:
-            rate = it.batcher._drain_rate
-            rate._clock = lambda: 100.0
-            for _ in range(3):
-                rate.began()
-            rate._clock = lambda: 114.0
-            rate.ended(10)
-            rate.ended(10)
-            for path in ("/generate", "/generate_stream"):
-                refused = await it.http.post(path, json=asked(1))
-                assert_is_error(refused, 429, "overloaded")
-                assert (429, "7") == (refused.status_code, refused.headers["retry-after"])
-
-    asyncio.run(story())
-
-
-def test_a_queue_full_of_tokens_is_429() -> None:
-    async def story() -> None:
-        async with slow_site(max_batch_size=1, max_queue_tokens=120) as it:
-            running = [asyncio.create_task(it.http.post("/generate", json=asked(50)))]
-            while not it.shards.live_ids:
-                await asyncio.sleep(0.001)
-            running += [asyncio.create_task(it.http.post("/generate", json=asked(50))) for _ in range(2)]
-            while it.batcher._scheduler.ledger.waiting_tokens < 110:
-                await asyncio.sleep(0.001)
-            refused = await it.http.post("/generate", json=asked(50))
+    async with site(max_concurrent_requests=0) as it:
+        rate = it.batcher._drain_rate
+        rate._clock = lambda: 100.0
+        for _ in range(3):
+            rate.began()
+        rate._clock = lambda: 114.0
+        rate.ended(10)
+        rate.ended(10)
+        for path in ("/generate", "/generate_stream"):
+            refused = await it.http.post(path, json=asked(1))
             assert_is_error(refused, 429, "overloaded")
-            assert "more than 120 tokens would wait (max_queue_tokens)" in refused.json()["error"]
-            assert [200, 200, 200] == [answer.status_code for answer in await asyncio.gather(*running)]
-            assert 200 == (await it.http.post("/generate", json=asked(5))).status_code
+            assert (429, "7") == (refused.status_code, refused.headers["retry-after"])
 
-    asyncio.run(story())
+
+async def test_a_queue_full_of_tokens_is_429() -> None:
+    async with slow_site(max_batch_size=1, max_queue_tokens=120) as it:
+        running = [asyncio.create_task(it.http.post("/generate", json=asked(50)))]
+        while not it.shards.live_ids:
+            await asyncio.sleep(0.001)
+        running += [asyncio.create_task(it.http.post("/generate", json=asked(50))) for _ in range(2)]
+        while it.batcher._scheduler.ledger.waiting_tokens < 110:
+            await asyncio.sleep(0.001)
+        refused = await it.http.post("/generate", json=asked(50))
+        assert_is_error(refused, 429, "overloaded")
+        assert "more than 120 tokens would wait (max_queue_tokens)" in refused.json()["error"]
+        assert [200, 200, 200] == [answer.status_code for answer in await asyncio.gather(*running)]
+        assert 200 == (await it.http.post("/generate", json=asked(5))).status_code
 
 
 # ----------------------------------------------------------------------------------------------------------------- keys
@@ -245,41 +218,37 @@ def test_every_key_of_the_file_opens_and_none_is_shown(tmp_path: Path, caplog: p
         ({"tokens_per_minute": 60}, [(40, 200), (40, 429), (3, 200)]),
     ],
 )
-def test_a_key_s_limit_refuses_it_alone(tmp_path: Path, limit: dict[str, int], requests: list[tuple[int, int]]) -> None:
-    async def story() -> None:
-        async with site(config=keyed(tmp_path, {**ALICE, **limit}, BOB)) as it:
-            for max_new_tokens, status in requests:
-                answer = await it.http.post("/generate_stream", json=asked(max_new_tokens), headers=AS_ALICE)
-                assert status == answer.status_code
-                if status == 429:
-                    assert_is_error(answer, 429, "overloaded")
-                    [name] = limit
-                    assert f"API key alice has reached its limit {name}, {limit[name]}" in answer.json()["error"]
-                    assert 1 <= int(answer.headers["retry-after"]) <= 60
-            assert 200 == (await it.http.post("/generate", json=asked(3), headers=AS_BOB)).status_code
-            refused = f'tgi_key_refused{{key="alice",limit="{next(iter(limit))}"}}'
-            assert 1 == await metric(it, refused, AS_BOB)
+async def test_a_key_s_limit_refuses_it_alone(
+    tmp_path: Path, limit: dict[str, int], requests: list[tuple[int, int]]
+) -> None:
+    async with site(config=keyed(tmp_path, {**ALICE, **limit}, BOB)) as it:
+        for max_new_tokens, status in requests:
+            answer = await it.http.post("/generate_stream", json=asked(max_new_tokens), headers=AS_ALICE)
+            assert status == answer.status_code
+            if status == 429:
+                assert_is_error(answer, 429, "overloaded")
+                [name] = limit
+                assert f"API key alice has reached its limit {name}, {limit[name]}" in answer.json()["error"]
+                assert 1 <= int(answer.headers["retry-after"]) <= 60
+        assert 200 == (await it.http.post("/generate", json=asked(3), headers=AS_BOB)).status_code
+        refused = f'tgi_key_refused{{key="alice",limit="{next(iter(limit))}"}}'
+        assert 1 == await metric(it, refused, AS_BOB)
 
-    asyncio.run(story())
 
-
-def test_a_request_is_counted_once_before_its_body_is_looked_at(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with site(config=keyed(tmp_path, {**ALICE, "requests_per_minute": 5}, BOB)) as it:
-            headers = {**AS_ALICE, "content-type": "application/json"}
-            for path in ("/generate", "/generate_stream", "/", "/tokenize"):
-                assert 200 == (await it.http.post(path, json=asked(3), headers=headers)).status_code
-            assert 400 == (await it.http.post("/generate", content=b"{", headers=headers)).status_code
-            for path in ("/generate", "/generate_stream", "/", "/tokenize"):
-                refused = await it.http.post(path, content=b"{", headers=headers)
-                assert_is_error(refused, 429, "overloaded")
-                assert "limit requests_per_minute, 5" in refused.json()["error"]
-                assert b"429" in await answer_without_body(it.port, path)
-            assert 13 == await metric(it, 'tgi_key_request_count{key="alice"}', AS_BOB)
-            assert 8 == await metric(it, 'tgi_key_refused{key="alice",limit="requests_per_minute"}', AS_BOB)
-            assert 0 == await metric(it, 'tgi_key_current_requests{key="alice"}', AS_BOB)
-
-    asyncio.run(story())
+async def test_a_request_is_counted_once_before_its_body_is_looked_at(tmp_path: Path) -> None:
+    async with site(config=keyed(tmp_path, {**ALICE, "requests_per_minute": 5}, BOB)) as it:
+        headers = {**AS_ALICE, "content-type": "application/json"}
+        for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+            assert 200 == (await it.http.post(path, json=asked(3), headers=headers)).status_code
+        assert 400 == (await it.http.post("/generate", content=b"{", headers=headers)).status_code
+        for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+            refused = await it.http.post(path, content=b"{", headers=headers)
+            assert_is_error(refused, 429, "overloaded")
+            assert "limit requests_per_minute, 5" in refused.json()["error"]
+            assert b"429" in await answer_without_body(it.port, path)
+        assert 13 == await metric(it, 'tgi_key_request_count{key="alice"}', AS_BOB)
+        assert 8 == await metric(it, 'tgi_key_refused{key="alice",limit="requests_per_minute"}', AS_BOB)
+        assert 0 == await metric(it, 'tgi_key_current_requests{key="alice"}', AS_BOB)
 
 
 async def answer_without_body(port: int, path: str) -> bytes:
@@ -294,50 +263,40 @@ async def answer_without_body(port: int, path: str) -> bytes:
         writer.close()
 
 
-def test_concurrency_is_counted_by_key_and_given_back_whatever_happens(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with slow_site(config=keyed(tmp_path, {**ALICE, "max_concurrent_requests": 1}, BOB)) as it:
-            body = json.dumps(asked(100)).encode()
-            headers = {**AS_ALICE, "content-type": "application/json"}
-            async with it.http.stream("POST", "/generate_stream", content=body, headers=headers) as stream:
-                assert 200 == stream.status_code
-                for path in ("/generate", "/tokenize"):
-                    refused = await it.http.post(path, json=asked(3), headers=AS_ALICE)
-                    assert_is_error(refused, 429, "overloaded")
-                    assert "limit max_concurrent_requests, 1" in refused.json()["error"]
-                assert 200 == (await it.http.post("/generate", json=asked(3), headers=AS_BOB)).status_code
-            await it.all_free()  # the client left
-            assert 422 == (await it.http.post("/generate", json=asked(0), headers=AS_ALICE)).status_code
-            assert 200 == (await it.http.post("/tokenize", json=asked(3), headers=AS_ALICE)).status_code
-            assert 200 == (await it.http.post("/generate", json=asked(3), headers=AS_ALICE)).status_code
-            assert 0 == await metric(it, 'tgi_key_current_requests{key="alice"}', AS_BOB)
-
-    asyncio.run(story())
+async def test_concurrency_is_counted_by_key_and_given_back_whatever_happens(tmp_path: Path) -> None:
+    async with slow_site(config=keyed(tmp_path, {**ALICE, "max_concurrent_requests": 1}, BOB)) as it:
+        body = json.dumps(asked(100)).encode()
+        headers = {**AS_ALICE, "content-type": "application/json"}
+        async with it.http.stream("POST", "/generate_stream", content=body, headers=headers) as stream:
+            assert 200 == stream.status_code
+            for path in ("/generate", "/tokenize"):
+                refused = await it.http.post(path, json=asked(3), headers=AS_ALICE)
+                assert_is_error(refused, 429, "overloaded")
+                assert "limit max_concurrent_requests, 1" in refused.json()["error"]
+            assert 200 == (await it.http.post("/generate", json=asked(3), headers=AS_BOB)).status_code
+        await it.all_free()  # the client left
+        assert 422 == (await it.http.post("/generate", json=asked(0), headers=AS_ALICE)).status_code
+        assert 200 == (await it.http.post("/tokenize", json=asked(3), headers=AS_ALICE)).status_code
+        assert 200 == (await it.http.post("/generate", json=asked(3), headers=AS_ALICE)).status_code
+        assert 0 == await metric(it, 'tgi_key_current_requests{key="alice"}', AS_BOB)
 
 
-def test_a_greedy_key_leaves_permits_and_the_batch_to_another(tmp_path: Path) -> None:
-    async def story() -> None:
-        config = keyed(tmp_path, ALICE, {**BOB, "weight": 1})
-        async with slow_site(0.01, config=config, max_batch_size=4, max_concurrent_requests=16) as it:
-            client = httpx2.AsyncClient(
-                base_url=it.http.base_url, timeout=60, limits=httpx2.Limits(max_connections=None)
-            )
-            async with client:
-                greedy = [
-                    asyncio.create_task(client.post("/generate", json=asked(), headers=AS_ALICE)) for _ in range(20)
-                ]
-                while len(it.shards.live_ids) < 4:
-                    await asyncio.sleep(0.001)
-                one = await client.post("/generate", json=asked(10, details=True), headers=AS_BOB)
-                assert not any(task.done() and task.result().status_code == 200 for task in greedy)
-                answers = await asyncio.gather(*greedy)
-            assert 200 == one.status_code
-            assert {200: 12, 429: 8} == {
-                status: sum(answer.status_code == status for answer in answers) for status in (200, 429)
-            }
-            texts = {answer.json()["generated_text"] for answer in answers if answer.status_code == 200}
-            assert 1 == len(texts)  # all asked for the same, one of them in two parts
-            assert 1 == await metric(it, "tgi_request_preempted", AS_BOB)
-            assert 8 == await metric(it, 'tgi_key_refused{key="alice",limit="share"}', AS_BOB)
-
-    asyncio.run(story())
+async def test_a_greedy_key_leaves_permits_and_the_batch_to_another(tmp_path: Path) -> None:
+    config = keyed(tmp_path, ALICE, {**BOB, "weight": 1})
+    async with slow_site(0.01, config=config, max_batch_size=4, max_concurrent_requests=16) as it:
+        client = httpx2.AsyncClient(base_url=it.http.base_url, timeout=60, limits=httpx2.Limits(max_connections=None))
+        async with client:
+            greedy = [asyncio.create_task(client.post("/generate", json=asked(), headers=AS_ALICE)) for _ in range(20)]
+            while len(it.shards.live_ids) < 4:
+                await asyncio.sleep(0.001)
+            one = await client.post("/generate", json=asked(10, details=True), headers=AS_BOB)
+            assert not any(task.done() and task.result().status_code == 200 for task in greedy)
+            answers = await asyncio.gather(*greedy)
+        assert 200 == one.status_code
+        assert {200: 12, 429: 8} == {
+            status: sum(answer.status_code == status for answer in answers) for status in (200, 429)
+        }
+        texts = {answer.json()["generated_text"] for answer in answers if answer.status_code == 200}
+        assert 1 == len(texts)  # all asked for the same, one of them in two parts
+        assert 1 == await metric(it, "tgi_request_preempted", AS_BOB)
+        assert 8 == await metric(it, 'tgi_key_refused{key="alice",limit="share"}', AS_BOB)

@@ -42,74 +42,59 @@ async def get(it: Site, path: str = "/", accept: str | None = None, **headers: s
 
 
 @pytest.mark.parametrize("accept", [CHROMIUM, FIREFOX, "text/html", "TEXT/HTML;q=0.5", "a/b, text/html ; level=1"])
-def test_a_browser_gets_the_page(accept: str) -> None:
-    async def story() -> None:
-        async with site() as it:
-            answer = await get(it, accept=accept)
-            assert (200, "text/html; charset=utf-8") == (answer.status_code, answer.headers["content-type"])
-            assert answer.content == (FOLDER / "page.html").read_bytes()
-            assert "accept" == answer.headers["vary"].lower()
-
-    asyncio.run(story())
+async def test_a_browser_gets_the_page(accept: str) -> None:
+    async with site() as it:
+        answer = await get(it, accept=accept)
+        assert (200, "text/html; charset=utf-8") == (answer.status_code, answer.headers["content-type"])
+        assert answer.content == (FOLDER / "page.html").read_bytes()
+        assert "accept" == answer.headers["vary"].lower()
 
 
 @pytest.mark.parametrize(
     "accept",
     ["*/*", "", "application/json", "text/*", "text/html;q=0", "text/html; q=0.00, */*", "text/htmlx", "," * 9999],
 )
-def test_everyone_else_gets_the_empty_200_of_tgi(accept: str) -> None:
-    async def story() -> None:
-        async with site() as it:
-            answer = await get(it, accept=accept)
-            assert (200, b"") == (answer.status_code, answer.content)
-            assert "content-type" not in answer.headers
-
-    asyncio.run(story())
+async def test_everyone_else_gets_the_empty_200_of_tgi(accept: str) -> None:
+    async with site() as it:
+        answer = await get(it, accept=accept)
+        assert (200, b"") == (answer.status_code, answer.content)
+        assert "content-type" not in answer.headers
 
 
-def test_head_is_a_probe_whatever_it_accepts() -> None:
-    async def story() -> None:
-        async with site() as it:
-            answer = await it.http.head("/", headers={"accept": CHROMIUM})
-            assert (200, "0") == (answer.status_code, answer.headers["content-length"])
-
-    asyncio.run(story())
+async def test_head_is_a_probe_whatever_it_accepts() -> None:
+    async with site() as it:
+        answer = await it.http.head("/", headers={"accept": CHROMIUM})
+        assert (200, "0") == (answer.status_code, answer.headers["content-length"])
 
 
-def test_the_page_is_there_while_probes_are_told_that_the_server_is_not_well() -> None:
-    async def story() -> None:
-        async with site() as it:
-            it.batcher.outage = ShardError(0, "a shard is gone")
-            assert 503 == (await get(it, accept="*/*")).status_code
-            assert 200 == (await get(it, accept=CHROMIUM)).status_code
-            assert "restarting" == (await get(it, "/playground/batch")).json()["state"]
-            it.batcher.outage = None
-            it.batcher.is_leaving = True
-            assert "stopping" == (await get(it, "/playground/batch")).json()["state"]
-
-    asyncio.run(story())
+async def test_the_page_is_there_while_probes_are_told_that_the_server_is_not_well() -> None:
+    async with site() as it:
+        it.batcher.outage = ShardError(0, "a shard is gone")
+        assert 503 == (await get(it, accept="*/*")).status_code
+        assert 200 == (await get(it, accept=CHROMIUM)).status_code
+        assert "restarting" == (await get(it, "/playground/batch")).json()["state"]
+        it.batcher.outage = None
+        it.batcher.is_leaving = True
+        assert "stopping" == (await get(it, "/playground/batch")).json()["state"]
 
 
-def test_every_file_is_held_in() -> None:
+async def test_every_file_is_held_in() -> None:
     """Nothing from elsewhere, nothing that stands in the page itself, no other page around it, no markup of a text."""
 
-    async def story() -> None:
-        async with site() as it:
-            for path in ("/", *sorted(files.OPEN_PATHS)):
-                answer = await get(it, path, accept=CHROMIUM)
-                assert 200 == answer.status_code
-                policy = dict(
-                    rule.strip().partition(" ")[::2] for rule in answer.headers["content-security-policy"].split(";")
-                )
-                assert "'none'" == policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"]
-                assert {"'self'"} == {policy[name] for name in ("script-src", "style-src", "connect-src")}
-                assert ("'script'", "'none'") == (policy["require-trusted-types-for"], policy["trusted-types"])
-                assert "unsafe" not in answer.headers["content-security-policy"]
-                assert ("nosniff", "no-referrer") == tuple(
-                    answer.headers[name] for name in ("x-content-type-options", "referrer-policy")
-                )
-
-    asyncio.run(story())
+    async with site() as it:
+        for path in ("/", *sorted(files.OPEN_PATHS)):
+            answer = await get(it, path, accept=CHROMIUM)
+            assert 200 == answer.status_code
+            policy = dict(
+                rule.strip().partition(" ")[::2] for rule in answer.headers["content-security-policy"].split(";")
+            )
+            assert "'none'" == policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"]
+            assert {"'self'"} == {policy[name] for name in ("script-src", "style-src", "connect-src")}
+            assert ("'script'", "'none'") == (policy["require-trusted-types-for"], policy["trusted-types"])
+            assert "unsafe" not in answer.headers["content-security-policy"]
+            assert ("nosniff", "no-referrer") == tuple(
+                answer.headers[name] for name in ("x-content-type-options", "referrer-policy")
+            )
 
 
 class Markup(HTMLParser):
@@ -165,19 +150,16 @@ def test_the_folder_holds_what_is_served_and_every_id_that_scripts_look_for() ->
 # ---------------------------------------------------------------------------------------------------------- keys
 
 
-def test_the_page_comes_without_a_key_and_its_data_with_one_alone() -> None:
-    async def story() -> None:
-        async with site(config={"api_key": "Sesame"}) as it:
-            for path in ("/", *files.OPEN_PATHS):
-                assert 200 == (await get(it, path, accept=CHROMIUM)).status_code
-            for headers in ({}, {"authorization": "Bearer sesame"}):
-                answer = await get(it, "/playground/batch", accept=CHROMIUM, **headers)
-                assert (401, "unauthorized") == (answer.status_code, answer.json()["error_type"])
-                assert not it.batcher.view.is_recording
-            answer = await get(it, "/playground/batch", authorization="Bearer Sesame")
-            assert (200, "no-store") == (answer.status_code, answer.headers["cache-control"])
-
-    asyncio.run(story())
+async def test_the_page_comes_without_a_key_and_its_data_with_one_alone() -> None:
+    async with site(config={"api_key": "Sesame"}) as it:
+        for path in ("/", *files.OPEN_PATHS):
+            assert 200 == (await get(it, path, accept=CHROMIUM)).status_code
+        for headers in ({}, {"authorization": "Bearer sesame"}):
+            answer = await get(it, "/playground/batch", accept=CHROMIUM, **headers)
+            assert (401, "unauthorized") == (answer.status_code, answer.json()["error_type"])
+            assert not it.batcher.view.is_recording
+        answer = await get(it, "/playground/batch", authorization="Bearer Sesame")
+        assert (200, "no-store") == (answer.status_code, answer.headers["cache-control"])
 
 
 # --------------------------------------------------------------------------------------------- the running batch
@@ -211,133 +193,107 @@ def body(inputs: str, id: str, key: str = "", **parameters: Any) -> dict[str, An
     return {"json": {"inputs": inputs, "parameters": {"max_new_tokens": 4, **parameters}}, "headers": headers}
 
 
-def test_the_batch_shows_who_runs_and_who_waits_and_no_text() -> None:
-    async def story() -> None:
-        one, two = body("SECRET prompt", "first"), body("SECRET", "second", max_new_tokens=9)
-        async with held(one, two, max_batch_size=1, prefix_caching=True) as it:
-            answer = await get(it, "/playground/batch")
-            assert "SECRET" not in answer.text
-            batch = answer.json()
-            [running], [waiting] = batch["running"]["requests"], batch["waiting"]["requests"]
-            assert {"id": "first", "prompt_tokens": 13, "prompt_left": 0, "max_new_tokens": 4} == {
-                name: running[name] for name in ("id", "prompt_tokens", "prompt_left", "max_new_tokens")
-            }
-            assert ("second", 6, 9, 0) == tuple(
-                waiting[name] for name in ("id", "prompt_tokens", "max_new_tokens", "generated_tokens")
-            )
-            assert (1, 1, 1) == (batch["running"]["count"], batch["waiting"]["count"], batch["max_running"])
-            assert 15 == batch["waiting_tokens"]
-            assert {"total": 64, "free": 62, "size": 16} == batch["kv_blocks"]
-            assert {"is_on": True, "hit_tokens": 0, "computed_tokens": 13} == batch["prefix_cache"]
-
-    asyncio.run(story())
+async def test_the_batch_shows_who_runs_and_who_waits_and_no_text() -> None:
+    one, two = body("SECRET prompt", "first"), body("SECRET", "second", max_new_tokens=9)
+    async with held(one, two, max_batch_size=1, prefix_caching=True) as it:
+        answer = await get(it, "/playground/batch")
+        assert "SECRET" not in answer.text
+        batch = answer.json()
+        [running], [waiting] = batch["running"]["requests"], batch["waiting"]["requests"]
+        assert {"id": "first", "prompt_tokens": 13, "prompt_left": 0, "max_new_tokens": 4} == {
+            name: running[name] for name in ("id", "prompt_tokens", "prompt_left", "max_new_tokens")
+        }
+        assert ("second", 6, 9, 0) == tuple(
+            waiting[name] for name in ("id", "prompt_tokens", "max_new_tokens", "generated_tokens")
+        )
+        assert (1, 1, 1) == (batch["running"]["count"], batch["waiting"]["count"], batch["max_running"])
+        assert 15 == batch["waiting_tokens"]
+        assert {"total": 64, "free": 62, "size": 16} == batch["kv_blocks"]
+        assert {"is_on": True, "hit_tokens": 0, "computed_tokens": 13} == batch["prefix_cache"]
 
 
-def test_the_batch_counts_hits_of_the_prefix_cache_and_shows_them_with_the_request() -> None:
-    async def story() -> None:
-        async with site(prefix_caching=True) as it:
-            assert 200 == (await it.post("/generate", "a" * 40, max_new_tokens=1)).status_code
-            await it.all_free()
-            assert 200 == (await it.post("/generate", "a" * 40, max_new_tokens=1)).status_code
-            prefix = (await get(it, "/playground/batch")).json()["prefix_cache"]
-            assert {"is_on": True, "hit_tokens": 32, "computed_tokens": 48} == prefix
-
-    asyncio.run(story())
+async def test_the_batch_counts_hits_of_the_prefix_cache_and_shows_them_with_the_request() -> None:
+    async with site(prefix_caching=True) as it:
+        assert 200 == (await it.post("/generate", "a" * 40, max_new_tokens=1)).status_code
+        await it.all_free()
+        assert 200 == (await it.post("/generate", "a" * 40, max_new_tokens=1)).status_code
+        prefix = (await get(it, "/playground/batch")).json()["prefix_cache"]
+        assert {"is_on": True, "hit_tokens": 32, "computed_tokens": 48} == prefix
 
 
-def test_tokens_that_a_grammar_forces_are_no_part_of_the_prompt() -> None:
-    async def story() -> None:
-        async with site() as it:
-            entry = it.batcher.submit(request_of(13))
-            entry.num_prompt_scheduled, entry.num_known = 13, 26
-            assert (13, 0) == tuple(batch_view._request(entry, "")[name] for name in ("prompt_tokens", "prompt_left"))
-            await it.all_free()
-
-    asyncio.run(story())
+async def test_tokens_that_a_grammar_forces_are_no_part_of_the_prompt() -> None:
+    async with site() as it:
+        entry = it.batcher.submit(request_of(13))
+        entry.num_prompt_scheduled, entry.num_known = 13, 26
+        assert (13, 0) == tuple(batch_view._request(entry, "")[name] for name in ("prompt_tokens", "prompt_left"))
+        await it.all_free()
 
 
-def test_the_batch_lists_a_bounded_number_and_counts_them_all() -> None:
+async def test_the_batch_lists_a_bounded_number_and_counts_them_all() -> None:
     most = batch_view.MOST_REQUESTS
 
-    async def story() -> None:
-        places, num_entries = most + 10, 3 * most
-        async with held(max_batch_size=places, max_batch_total_tokens=8192, max_batch_prefill_tokens=512) as it:
-            for entry in [it.batcher.submit(request_of(1)) for _ in range(num_entries)]:
-                entry.request_id = "x" * 64
-            while not it.shards.requests:
-                await asyncio.sleep(0.001)
-            answer = await get(it, "/playground/batch")
-            batch = answer.json()
-            assert (places, num_entries - places) == (batch["running"]["count"], batch["waiting"]["count"])
-            assert (most, most) == tuple(len(batch[name]["requests"]) for name in ("running", "waiting"))
-            assert len(answer.content) < 300 * 2 * most
-
-    asyncio.run(story())
+    places, num_entries = most + 10, 3 * most
+    async with held(max_batch_size=places, max_batch_total_tokens=8192, max_batch_prefill_tokens=512) as it:
+        for entry in [it.batcher.submit(request_of(1)) for _ in range(num_entries)]:
+            entry.request_id = "x" * 64
+        while not it.shards.requests:
+            await asyncio.sleep(0.001)
+        answer = await get(it, "/playground/batch")
+        batch = answer.json()
+        assert (places, num_entries - places) == (batch["running"]["count"], batch["waiting"]["count"])
+        assert (most, most) == tuple(len(batch[name]["requests"]) for name in ("running", "waiting"))
+        assert len(answer.content) < 300 * 2 * most
 
 
-def test_a_key_sees_of_others_requests_that_they_are_there(tmp_path: Path) -> None:
+async def test_a_key_sees_of_others_requests_that_they_are_there(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.touch(mode=0o600)
     path.write_text(json.dumps({"keys": [{"name": name, "key": f"{name}-key"} for name in ("ann", "bob")]}))
 
-    async def story() -> None:
-        bodies = [body("SECRET of ann", "order-of-ann", "ann-key"), body("SECRET of bob", "order-of-bob", "bob-key")]
-        async with held(*bodies, config={"api_keys_file": str(path)}, prefix_caching=True) as it:
-            answer = await get(it, "/playground/batch", authorization="Bearer bob-key")
-            assert not {"SECRET", "order-of-ann", "ann"} & set(re.findall(r"[\w-]+", answer.text))
-            batch = answer.json()
-            shown = [
-                (one["id"], one["cached_tokens"]) for name in ("running", "waiting") for one in batch[name]["requests"]
-            ]
-            assert {("order-of-bob", 0), (None, None)} == set(shown)
-
-    asyncio.run(story())
+    bodies = [body("SECRET of ann", "order-of-ann", "ann-key"), body("SECRET of bob", "order-of-bob", "bob-key")]
+    async with held(*bodies, config={"api_keys_file": str(path)}, prefix_caching=True) as it:
+        answer = await get(it, "/playground/batch", authorization="Bearer bob-key")
+        assert not {"SECRET", "order-of-ann", "ann"} & set(re.findall(r"[\w-]+", answer.text))
+        batch = answer.json()
+        shown = [
+            (one["id"], one["cached_tokens"]) for name in ("running", "waiting") for one in batch[name]["requests"]
+        ]
+        assert {("order-of-bob", 0), (None, None)} == set(shown)
 
 
-def test_a_key_sees_what_the_prefix_cache_held_of_its_own_prompts_alone(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with site(config=keyed(tmp_path, ALICE, BOB), prefix_caching=True) as it:
-            for key in (AS_ALICE, AS_ALICE, AS_BOB):
-                one = {"inputs": "a" * 40, "parameters": {"max_new_tokens": 1}}
-                assert 200 == (await it.http.post("/generate", json=one, headers=key)).status_code
-                await it.all_free()
-            shown = [(await get(it, "/playground/batch", **key)).json()["prefix_cache"] for key in (AS_ALICE, AS_BOB)]
-            assert [(32, 48), (32, 8)] == [(one["hit_tokens"], one["computed_tokens"]) for one in shown]
-
-    asyncio.run(story())
+async def test_a_key_sees_what_the_prefix_cache_held_of_its_own_prompts_alone(tmp_path: Path) -> None:
+    async with site(config=keyed(tmp_path, ALICE, BOB), prefix_caching=True) as it:
+        for key in (AS_ALICE, AS_ALICE, AS_BOB):
+            one = {"inputs": "a" * 40, "parameters": {"max_new_tokens": 1}}
+            assert 200 == (await it.http.post("/generate", json=one, headers=key)).status_code
+            await it.all_free()
+        shown = [(await get(it, "/playground/batch", **key)).json()["prefix_cache"] for key in (AS_ALICE, AS_BOB)]
+        assert [(32, 48), (32, 8)] == [(one["hit_tokens"], one["computed_tokens"]) for one in shown]
 
 
-def test_steps_are_recorded_while_somebody_looks_and_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_are_recorded_while_somebody_looks_and_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_view, "UNSEEN_S", 0.2)
 
-    async def story() -> None:
-        async with site() as it:
-            assert 200 == (await it.post("/generate", max_new_tokens=3)).status_code
-            assert it.metrics.on_step is None
-            assert [] == (await get(it, "/playground/batch")).json()["steps"]
-            assert 200 == (await it.post("/generate", "hello", max_new_tokens=3)).status_code
-            steps = (await get(it, "/playground/batch")).json()["steps"]
-            assert [(0, 5), (1, 0), (1, 0)] == [
-                (decoding, prefill) for _, decoding, prefill in steps if decoding + prefill
-            ]
-            async with asyncio.timeout(10):
-                while it.batcher.view.is_recording:
-                    await asyncio.sleep(0.01)
-            assert it.metrics.on_step is None
-            assert 200 == (await it.post("/generate", max_new_tokens=3)).status_code
-            assert [] == (await get(it, "/playground/batch")).json()["steps"]
-
-    asyncio.run(story())
+    async with site() as it:
+        assert 200 == (await it.post("/generate", max_new_tokens=3)).status_code
+        assert it.metrics.on_step is None
+        assert [] == (await get(it, "/playground/batch")).json()["steps"]
+        assert 200 == (await it.post("/generate", "hello", max_new_tokens=3)).status_code
+        steps = (await get(it, "/playground/batch")).json()["steps"]
+        assert [(0, 5), (1, 0), (1, 0)] == [(decoding, prefill) for _, decoding, prefill in steps if decoding + prefill]
+        async with asyncio.timeout(10):
+            while it.batcher.view.is_recording:
+                await asyncio.sleep(0.01)
+        assert it.metrics.on_step is None
+        assert 200 == (await it.post("/generate", max_new_tokens=3)).status_code
+        assert [] == (await get(it, "/playground/batch")).json()["steps"]
 
 
-def test_only_the_last_steps_are_kept() -> None:
-    async def story() -> None:
-        async with site() as it:
-            await get(it, "/playground/batch")
-            for _ in range(3):
-                assert 200 == (await it.post("/generate", max_new_tokens=60)).status_code
-            batch = (await get(it, "/playground/batch")).json()
-            assert batch_view.NUM_STEPS == len(batch["steps"])
-            assert 3 * 59 == batch["decoded_tokens"]
-
-    asyncio.run(story())
+async def test_only_the_last_steps_are_kept() -> None:
+    async with site() as it:
+        await get(it, "/playground/batch")
+        for _ in range(3):
+            assert 200 == (await it.post("/generate", max_new_tokens=60)).status_code
+        batch = (await get(it, "/playground/batch")).json()
+        assert batch_view.NUM_STEPS == len(batch["steps"])
+        assert 3 * 59 == batch["decoded_tokens"]

@@ -41,25 +41,22 @@ def test_chat_tokenize_refuses_as_a_native_route(template: str) -> None:
     told(template, story)
 
 
-def test_chat_tokenize_takes_a_permit_and_keeps_its_deadline(tmp_path: Path) -> None:
+async def test_chat_tokenize_takes_a_permit_and_keeps_its_deadline(tmp_path: Path) -> None:
     endless = tmp_path / "endless.jinja"
     endless.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
 
-    async def story() -> None:
-        async with site(config={"chat_template": str(endless)}, max_concurrent_requests=1) as it:
-            it.http.timeout = 60
-            headers = {"x-request-timeout-ms": "1"}
-            waiting = asyncio.create_task(
-                it.http.post("/chat_tokenize", json=CHAT, headers={"x-request-timeout-ms": "400"})
-            )
-            while it.app.state.services.permits._left:
-                await asyncio.sleep(0.001)
-            assert_is_error(await it.http.post("/chat_tokenize", json=CHAT), 429, "overloaded")
-            assert_is_error(await waiting, 504, "timeout")
-            assert_is_error(await it.http.post("/chat_tokenize", json=CHAT, headers=headers), 504, "timeout")
-            assert 1 == it.app.state.services.permits._left
-
-    asyncio.run(story())
+    async with site(config={"chat_template": str(endless)}, max_concurrent_requests=1) as it:
+        it.http.timeout = 60
+        headers = {"x-request-timeout-ms": "1"}
+        waiting = asyncio.create_task(
+            it.http.post("/chat_tokenize", json=CHAT, headers={"x-request-timeout-ms": "400"})
+        )
+        while it.app.state.services.permits._left:
+            await asyncio.sleep(0.001)
+        assert_is_error(await it.http.post("/chat_tokenize", json=CHAT), 429, "overloaded")
+        assert_is_error(await waiting, 504, "timeout")
+        assert_is_error(await it.http.post("/chat_tokenize", json=CHAT, headers=headers), 504, "timeout")
+        assert 1 == it.app.state.services.permits._left
 
 
 def asked(body: dict[str, Any], status: int = 200, **config: Any) -> Any:
@@ -98,19 +95,13 @@ def test_detokenize_refuses_what_is_no_list_of_ids(body: dict[str, Any], words: 
     assert words in asked(body, 422)["error"]
 
 
-def test_detokenize_takes_a_permit() -> None:
-    async def story() -> None:
-        async with site(max_concurrent_requests=0) as it:
-            assert_is_error(await it.http.post("/detokenize", json={"ids": [1]}), 429, "overloaded")
-
-    asyncio.run(story())
+async def test_detokenize_takes_a_permit() -> None:
+    async with site(max_concurrent_requests=0) as it:
+        assert_is_error(await it.http.post("/detokenize", json={"ids": [1]}), 429, "overloaded")
 
 
-def test_a_tokenized_text_comes_back() -> None:
-    async def story() -> None:
-        async with site() as it:
-            tokens = (await it.http.post("/tokenize", json={"inputs": "a é🙂"})).json()
-            ids = [token["id"] for token in tokens]
-            assert {"text": "a é🙂"} == (await it.http.post("/detokenize", json={"ids": ids})).json()
-
-    asyncio.run(story())
+async def test_a_tokenized_text_comes_back() -> None:
+    async with site() as it:
+        tokens = (await it.http.post("/tokenize", json={"inputs": "a é🙂"})).json()
+        ids = [token["id"] for token in tokens]
+        assert {"text": "a é🙂"} == (await it.http.post("/detokenize", json={"ids": ids})).json()

@@ -33,31 +33,28 @@ async def assert_nothing_is_held(it: Site, num_permits: int) -> None:
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/tokenize"])
-def test_tokenizer_that_panics_holds_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokenizer_that_panics_holds_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times, with three permits."""
 
     panic = Mock(side_effect=PanicException("secret"))
     broken = ModelTokenizer(Mock(encode_batch_fast=panic, encode_batch=panic), frozenset(), frozenset())
 
-    async def story() -> None:
-        async with site(max_concurrent_requests=3) as it:
-            validator: Validator = it.app.state.services.validator
-            tokenizer = validator._tokenizer
-            monkeypatch.setattr(validator, "_tokenizer", broken)
-            for _ in range(10):
-                answer = await it.post(path)
-                assert_is_error(answer, 422, "validation")
-                assert "cannot be tokenised" in answer.json()["error"] and "secret" not in answer.text
-            monkeypatch.setattr(validator, "_tokenizer", tokenizer)
-            await assert_nothing_is_held(it, 3)
-
-    asyncio.run(story())
+    async with site(max_concurrent_requests=3) as it:
+        validator: Validator = it.app.state.services.validator
+        tokenizer = validator._tokenizer
+        monkeypatch.setattr(validator, "_tokenizer", broken)
+        for _ in range(10):
+            answer = await it.post(path)
+            assert_is_error(answer, 422, "validation")
+            assert "cannot be tokenised" in answer.json()["error"] and "secret" not in answer.text
+        monkeypatch.setattr(validator, "_tokenizer", tokenizer)
+        await assert_nothing_is_held(it, 3)
 
 
 @pytest.mark.parametrize("path", PATHS[1:])
 @pytest.mark.parametrize("error", [PanicException("x"), ZeroDivisionError("x"), asyncio.CancelledError()], ids=repr)
 @pytest.mark.parametrize("where", [(Validator, "validate"), (Batcher, "submit")], ids=["validate", "submit"])
-def test_error_that_nobody_thought_of_holds_nothing(
+async def test_error_that_nobody_thought_of_holds_nothing(
     path: str, error: BaseException, where: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second sample cannot be queued when the first has been."""
@@ -70,20 +67,17 @@ def test_error_that_nobody_thought_of_holds_nothing(
             return original(*arguments)
         raise error
 
-    async def story() -> None:
-        async with site(max_concurrent_requests=3) as it:
-            with monkeypatch.context() as patch:
-                patch.setattr(kind, name, failing)
-                more: dict[str, Any] = {} if path == "/generate_stream" else {"best_of": 2, "do_sample": True}
-                for _ in range(4):
-                    try:
-                        answer = await it.post(path, max_new_tokens=2, **more)
-                    except Exception:  # a cancelled request is not answered
-                        continue
-                    assert answer.status_code in (200, 500)
-            await assert_nothing_is_held(it, 3)
-
-    asyncio.run(story())
+    async with site(max_concurrent_requests=3) as it:
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, failing)
+            more: dict[str, Any] = {} if path == "/generate_stream" else {"best_of": 2, "do_sample": True}
+            for _ in range(4):
+                try:
+                    answer = await it.post(path, max_new_tokens=2, **more)
+                except Exception:  # a cancelled request is not answered
+                    continue
+                assert answer.status_code in (200, 500)
+        await assert_nothing_is_held(it, 3)
 
 
 def test_second_sample_that_is_refused_frees_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

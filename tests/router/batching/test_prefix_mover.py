@@ -45,22 +45,19 @@ def test_what_nobody_expected_of_a_move_costs_the_disk_alone(caplog: pytest.LogC
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ShardError(0, "late"), ValueError("no such reply")])
 @pytest.mark.parametrize("is_fetch", [False, True])
-def test_a_move_that_fails_gives_back_all_that_it_had(error: Exception, is_fetch: bool) -> None:
+async def test_a_move_that_fails_gives_back_all_that_it_had(error: Exception, is_fetch: bool) -> None:
     """Its blocks are not pinned and its slots are free: the host has as much room as before."""
 
-    async def story() -> None:
-        mover, woken = Mover(Shards(2 if is_fetch else 0, error)), asyncio.Event()
-        mover.wake = woken.set
-        index = await mover.open()
-        if is_fetch:
-            assert index.coming([key(0), key(1)], 1, 16, None) is not None
-        else:
-            saved(index, range(4))
-        mover.pump()
-        await asyncio.wait_for(woken.wait(), 60)
-        assert not index.has_disk and index.is_idle
-        assert SIZES.num_slots == len(saved(index, range(10, 14), sequence=2, step=2))
-        assert [key(n) for n in range(10, 14)] == index.find(key(n) for n in range(10, 14))
-        await mover.close()
-
-    asyncio.run(story())
+    mover, woken = Mover(Shards(2 if is_fetch else 0, error)), asyncio.Event()
+    mover.wake = woken.set
+    index = await mover.open()
+    if is_fetch:
+        assert index.coming([key(0), key(1)], 1, 16, None) is not None
+    else:
+        saved(index, range(4))
+    mover.pump()
+    await asyncio.wait_for(woken.wait(), 60)
+    assert not index.has_disk and index.is_idle
+    assert SIZES.num_slots == len(saved(index, range(10, 14), sequence=2, step=2))
+    assert [key(n) for n in range(10, 14)] == index.find(key(n) for n in range(10, 14))
+    await mover.close()

@@ -93,14 +93,11 @@ def test_nobody_passes_others_where_anybody_may_send() -> None:
         asyncio.run(story())
 
 
-def test_prefixes_are_shared_among_requests_of_one_salt() -> None:
-    async def story() -> None:
-        async with running(fake_shards(make_limits()), prefix_caching=True) as at_work:
-            cached = []
-            for salt in ("", "a", "a", "b", ""):
-                entry = at_work.batcher.submit(replace(request_of(40, 2), cache_salt=salt))
-                await token_ids_of(entry)
-                cached.append(entry.num_cached > 0)
-            assert [False, False, True, False, True] == cached
-
-    asyncio.run(story())
+async def test_prefixes_are_shared_among_requests_of_one_salt() -> None:
+    async with running(fake_shards(make_limits()), prefix_caching=True) as at_work:
+        cached = []
+        for salt in ("", "a", "a", "b", ""):
+            entry = at_work.batcher.submit(replace(request_of(40, 2), cache_salt=salt))
+            await token_ids_of(entry)
+            cached.append(entry.num_cached > 0)
+        assert [False, False, True, False, True] == cached

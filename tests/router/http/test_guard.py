@@ -74,46 +74,37 @@ def test_methods_that_we_extend_are_there(owner: type, name: str, parameters: li
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_attributes_that_we_use_are_there_during_a_request(name: str) -> None:
-    async def story() -> None:
-        protocol, _ = await request_under_way()
-        where = f"HttpToolsProtocol.{name} of uvicorn {uvicorn.__version__}"
-        assert hasattr(protocol, name), f"{where} is gone: {REMEDY}"
-        assert ATTRIBUTES[name](getattr(protocol, name)), f"{where} is something else: {REMEDY}"
-
-    asyncio.run(story())
+async def test_attributes_that_we_use_are_there_during_a_request(name: str) -> None:
+    protocol, _ = await request_under_way()
+    where = f"HttpToolsProtocol.{name} of uvicorn {uvicorn.__version__}"
+    assert hasattr(protocol, name), f"{where} is gone: {REMEDY}"
+    assert ATTRIBUTES[name](getattr(protocol, name)), f"{where} is something else: {REMEDY}"
 
 
 def test_server_ends_when_should_exit_is_set() -> None:
     assert uvicorn.Server(uvicorn.Config(answer)).should_exit is False, f"Server.should_exit is another: {REMEDY}"
 
 
-def test_answer_without_a_length_is_chunked_and_reports_its_end() -> None:
+async def test_answer_without_a_length_is_chunked_and_reports_its_end() -> None:
     """`write_chunk` writes chunks beside uvicorn, so uvicorn must have announced them."""
 
-    async def story() -> None:
-        protocol, written = await request_under_way()
-        ended = asyncio.Event()
-        protocol.cycle.on_response = ended.set
-        async with asyncio.timeout(5):
-            await ended.wait()
-        head, _, body = bytes(written).partition(b"\r\n\r\n")
-        assert b"transfer-encoding: chunked" in head.lower(), f"streams are not chunked any more: {REMEDY}"
-        assert b"4\r\nbody\r\n0\r\n\r\n" == body
-
-    asyncio.run(story())
+    protocol, written = await request_under_way()
+    ended = asyncio.Event()
+    protocol.cycle.on_response = ended.set
+    async with asyncio.timeout(5):
+        await ended.wait()
+    head, _, body = bytes(written).partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head.lower(), f"streams are not chunked any more: {REMEDY}"
+    assert b"4\r\nbody\r\n0\r\n\r\n" == body
 
 
-def test_newest_request_is_at_the_left_of_the_pipeline_and_is_the_cycle() -> None:
-    async def story() -> None:
-        protocol, _ = await request_under_way()
-        for path in (b"second", b"third"):
-            protocol.data_received(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % path)
-        paths = [cycle.scope["path"] for cycle, _ in protocol.pipeline]
-        assert ["/third", "/second"] == paths, f"the pipeline runs another way: {REMEDY}"
-        assert "/third" == protocol.cycle.scope["path"], f"the cycle is not the newest request: {REMEDY}"
-
-    asyncio.run(story())
+async def test_newest_request_is_at_the_left_of_the_pipeline_and_is_the_cycle() -> None:
+    protocol, _ = await request_under_way()
+    for path in (b"second", b"third"):
+        protocol.data_received(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+    paths = [cycle.scope["path"] for cycle, _ in protocol.pipeline]
+    assert ["/third", "/second"] == paths, f"the pipeline runs another way: {REMEDY}"
+    assert "/third" == protocol.cycle.scope["path"], f"the cycle is not the newest request: {REMEDY}"
 
 
 def test_http_is_called_for_each_connection_and_need_be_no_class() -> None:

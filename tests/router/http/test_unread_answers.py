@@ -67,20 +67,17 @@ def test_unread_files_share_the_bound_and_a_single_answer_may_be_larger() -> Non
     run(story, max_unread_bytes=300_000, **UNREAD)
 
 
-def test_a_static_file_is_sent_in_small_views_of_one_copy() -> None:
-    async def story() -> None:
-        file = StaticFile(bytes(100_000))
-        sent: list[Any] = []
+async def test_a_static_file_is_sent_in_small_views_of_one_copy() -> None:
+    file = StaticFile(bytes(100_000))
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        await file({"type": "http"}, asyncio.Queue[Any]().get, send)
-        pieces = [message["body"] for message in sent[1:-1]]
-        assert 100_000 == sum(map(len, pieces)) and max(map(len, pieces)) <= 16 * 1024
-        assert all(piece.obj is file.body for piece in pieces)
-
-    asyncio.run(story())
+    await file({"type": "http"}, asyncio.Queue[Any]().get, send)
+    pieces = [message["body"] for message in sent[1:-1]]
+    assert 100_000 == sum(map(len, pieces)) and max(map(len, pieces)) <= 16 * 1024
+    assert all(piece.obj is file.body for piece in pieces)
 
 
 def test_a_plain_answer_takes_no_more_memory_than_its_bytes() -> None:

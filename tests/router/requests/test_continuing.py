@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -94,23 +93,20 @@ def by_sample(frames: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_a_stream_that_changes_servers_is_the_stream_of_one(sampled: bool, tmp_path: Path) -> None:
+async def test_a_stream_that_changes_servers_is_the_stream_of_one(sampled: bool, tmp_path: Path) -> None:
     (template := tmp_path / "template.jinja").write_text(PROMPT)
     options: dict[str, Any] = {"config": {"continuation_key": KEY, "chat_template": str(template)}}
 
     def shards() -> Any:
         return fake_shards(make_limits(), **({} if sampled else answering(TEXT)))
 
-    async def story() -> None:
-        async with site(shards(), **options) as one, site(shards(), **options) as other:
-            for name, (path, body) in STREAMS.items():
-                if (name in SAMPLED) == sampled:
-                    for every in (1, 3, 8):
-                        await compare([one, other], path, body, every)
-            await one.all_free()
-            await other.all_free()
-
-    asyncio.run(story())
+    async with site(shards(), **options) as one, site(shards(), **options) as other:
+        for name, (path, body) in STREAMS.items():
+            if (name in SAMPLED) == sampled:
+                for every in (1, 3, 8):
+                    await compare([one, other], path, body, every)
+        await one.all_free()
+        await other.all_free()
 
 
 async def compare(sites: list[Site], path: str, body: dict[str, Any], every: int) -> None:
@@ -137,34 +133,28 @@ def ends_of_writes(token_ids: list[int]) -> list[int]:
     return counts[1:]
 
 
-def test_a_text_that_is_held_to_a_grammar_goes_on_within_it() -> None:
-    async def story() -> None:
-        request = constrained(request_of(4, 20, seed=1))
-        expected = tokens_alone(request)
-        async with running(matching=FakeMatching(delays=(0, 3))) as at_work:
-            for count in ends_of_writes(expected):
-                known = [(id, -0.5, []) for id in expected[:count]]
-                assert await token_ids_of(at_work.batcher.submit(request, known=known)) == expected
-
-    asyncio.run(story())
+async def test_a_text_that_is_held_to_a_grammar_goes_on_within_it() -> None:
+    request = constrained(request_of(4, 20, seed=1))
+    expected = tokens_alone(request)
+    async with running(matching=FakeMatching(delays=(0, 3))) as at_work:
+        for count in ends_of_writes(expected):
+            known = [(id, -0.5, []) for id in expected[:count]]
+            assert await token_ids_of(at_work.batcher.submit(request, known=known)) == expected
 
 
-def test_only_who_knows_the_key_is_told_and_listened_to() -> None:
-    async def story() -> None:
-        path, body = STREAMS["tgi"]
-        content = json.dumps(body)
-        told = {"content-type": "application/json"}
-        known = b'{"created":1,"samples":[{"seed":1,"tokens":[[1,-0.5,[]]]}]}'
-        async with site(config={"continuation_key": KEY}) as it, site() as other:
-            assert MARK not in (await it.http.post(path, content=content, headers=told)).content
-            wrong = told | {KEY_HEADER: "guess"}
-            assert (await it.http.post(path, content=content, headers=wrong)).status_code == 422
-            without = told | {LENGTH_HEADER: str(len(known))}
-            assert (await it.http.post(path, content=known + content.encode(), headers=without)).status_code == 422
-            answer = await other.http.post(path, content=content, headers=headers())
-            assert (answer.status_code, "continuation_key" in answer.text) == (422, True)
-
-    asyncio.run(story())
+async def test_only_who_knows_the_key_is_told_and_listened_to() -> None:
+    path, body = STREAMS["tgi"]
+    content = json.dumps(body)
+    told = {"content-type": "application/json"}
+    known = b'{"created":1,"samples":[{"seed":1,"tokens":[[1,-0.5,[]]]}]}'
+    async with site(config={"continuation_key": KEY}) as it, site() as other:
+        assert MARK not in (await it.http.post(path, content=content, headers=told)).content
+        wrong = told | {KEY_HEADER: "guess"}
+        assert (await it.http.post(path, content=content, headers=wrong)).status_code == 422
+        without = told | {LENGTH_HEADER: str(len(known))}
+        assert (await it.http.post(path, content=known + content.encode(), headers=without)).status_code == 422
+        answer = await other.http.post(path, content=content, headers=headers())
+        assert (answer.status_code, "continuation_key" in answer.text) == (422, True)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +167,10 @@ def test_only_who_knows_the_key_is_told_and_listened_to() -> None:
         b'{"created":1,"samples":[{"seed":1,"tokens":[' + b",".join([b"[1,-0.5,[]]"] * 25) + b"]}]}",
     ],
 )
-def test_what_no_stream_has_is_refused_in_one_sentence(known: bytes) -> None:
-    async def story() -> None:
-        path, body = STREAMS["tgi"]
-        async with site(config={"continuation_key": KEY}) as it:
-            content = known + json.dumps(body).encode()
-            answer = await it.http.post(path, content=content, headers=headers(known))
-            assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
-            await it.all_free()
-
-    asyncio.run(story())
+async def test_what_no_stream_has_is_refused_in_one_sentence(known: bytes) -> None:
+    path, body = STREAMS["tgi"]
+    async with site(config={"continuation_key": KEY}) as it:
+        content = known + json.dumps(body).encode()
+        answer = await it.http.post(path, content=content, headers=headers(known))
+        assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+        await it.all_free()

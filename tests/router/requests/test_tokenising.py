@@ -83,96 +83,81 @@ def num_held(it: Site) -> int:
     return NUM_PERMITS - int(it.app.state.services.permits._left)
 
 
-def test_one_text_of_a_key_waits_for_one_of_another_s_many(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with held_site(**keyed(tmp_path, ALICE, BOB)) as (it, held):
-            many = []
-            for number in range(8):
-                many.append(post(it, PATHS[number % 3], f"a{number}", AS_ALICE))
-                await until(lambda: num_held(it) == len(many))
-            one = post(it, "/generate", "bob", AS_BOB)
-            await until(lambda: num_held(it) == 9)
-            held.release(3)
-            assert 200 == (await one).status_code
-            await until(lambda: len(held.begun) >= 4)
-            assert ["a0", "a1", "bob", "a2"] == held.begun[:4]
-            held.release(100)
-            assert {200} == {answer.status_code for answer in await asyncio.gather(*many)}
-            assert [f"a{number}" for number in range(2, 8)] == held.begun[3:]
-
-    asyncio.run(story())
+async def test_one_text_of_a_key_waits_for_one_of_another_s_many(tmp_path: Path) -> None:
+    async with held_site(**keyed(tmp_path, ALICE, BOB)) as (it, held):
+        many = []
+        for number in range(8):
+            many.append(post(it, PATHS[number % 3], f"a{number}", AS_ALICE))
+            await until(lambda: num_held(it) == len(many))
+        one = post(it, "/generate", "bob", AS_BOB)
+        await until(lambda: num_held(it) == 9)
+        held.release(3)
+        assert 200 == (await one).status_code
+        await until(lambda: len(held.begun) >= 4)
+        assert ["a0", "a1", "bob", "a2"] == held.begun[:4]
+        held.release(100)
+        assert {200} == {answer.status_code for answer in await asyncio.gather(*many)}
+        assert [f"a{number}" for number in range(2, 8)] == held.begun[3:]
 
 
-def test_without_keys_addresses_take_turns() -> None:
-    async def story() -> None:
-        elsewhere = httpx2.AsyncHTTPTransport(local_address="127.0.0.2")
-        async with held_site() as (it, held), httpx2.AsyncClient(transport=elsewhere) as other:
-            many = []
-            for number in range(6):
-                many.append(post(it, PATHS[number % 3], f"a{number}"))
-                await until(lambda: num_held(it) == len(many))
-            body = {"inputs": "other"}
-            one = asyncio.create_task(other.post(f"http://127.0.0.1:{it.port}/tokenize", json=body, timeout=30))
-            await until(lambda: num_held(it) == 7)
-            held.release(3)
-            assert 200 == (await one).status_code
-            await until(lambda: len(held.begun) >= 4)
-            assert ["a0", "a1", "other", "a2"] == held.begun[:4]
-            held.release(100)
-            assert {200} == {answer.status_code for answer in await asyncio.gather(*many)}
-            await other.aclose()
-            await asyncio.sleep(0.1)  # so that the server has closed its end before its loop is
-
-    asyncio.run(story())
+async def test_without_keys_addresses_take_turns() -> None:
+    elsewhere = httpx2.AsyncHTTPTransport(local_address="127.0.0.2")
+    async with held_site() as (it, held), httpx2.AsyncClient(transport=elsewhere) as other:
+        many = []
+        for number in range(6):
+            many.append(post(it, PATHS[number % 3], f"a{number}"))
+            await until(lambda: num_held(it) == len(many))
+        body = {"inputs": "other"}
+        one = asyncio.create_task(other.post(f"http://127.0.0.1:{it.port}/tokenize", json=body, timeout=30))
+        await until(lambda: num_held(it) == 7)
+        held.release(3)
+        assert 200 == (await one).status_code
+        await until(lambda: len(held.begun) >= 4)
+        assert ["a0", "a1", "other", "a2"] == held.begun[:4]
+        held.release(100)
+        assert {200} == {answer.status_code for answer in await asyncio.gather(*many)}
+        await other.aclose()
+        await asyncio.sleep(0.1)  # so that the server has closed its end before its loop is
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("by_header", [True, False])
-def test_a_text_whose_time_is_over_is_504_and_keeps_no_place_in_the_queue(path: str, by_header: bool) -> None:
-    async def story() -> None:
-        async with held_site(**({} if by_header else {"request_timeout": 0.05})) as (it, held):
-            headers = {"x-request-timeout-ms": "50"} if by_header else None
-            late = await asyncio.gather(*(post(it, path, f"{number}", headers) for number in range(5)))
-            for answer in late:
-                assert_is_error(answer, 504, "timeout")
-                assert "within its 0.05 s" in answer.json()["error"]
-            assert 5 == await metric(it, 'tgi_request_timeout{stage="validation"}')
-            assert 0 == num_held(it)
-            assert 0 == it.app.state.services.workers._pool._work_queue.qsize()
-            held.release(100)
-            assert len(held.begun) <= 1
-
-    asyncio.run(story())
+async def test_a_text_whose_time_is_over_is_504_and_keeps_no_place_in_the_queue(path: str, by_header: bool) -> None:
+    async with held_site(**({} if by_header else {"request_timeout": 0.05})) as (it, held):
+        headers = {"x-request-timeout-ms": "50"} if by_header else None
+        late = await asyncio.gather(*(post(it, path, f"{number}", headers) for number in range(5)))
+        for answer in late:
+            assert_is_error(answer, 504, "timeout")
+            assert "within its 0.05 s" in answer.json()["error"]
+        assert 5 == await metric(it, 'tgi_request_timeout{stage="validation"}')
+        assert 0 == num_held(it)
+        assert 0 == it.app.state.services.workers._pool._work_queue.qsize()
+        held.release(100)
+        assert len(held.begun) <= 1
 
 
-def test_tokenize_refuses_a_time_that_is_none() -> None:
-    async def story() -> None:
-        async with held_site() as (it, held):
-            held.release()
-            assert_is_error(await post(it, "/tokenize", "a", {"x-request-timeout-ms": "0"}), 422, "validation")
-            assert 200 == (await post(it, "/tokenize", "a", {"x-request-timeout-ms": "86400000"})).status_code
-
-    asyncio.run(story())
+async def test_tokenize_refuses_a_time_that_is_none() -> None:
+    async with held_site() as (it, held):
+        held.release()
+        assert_is_error(await post(it, "/tokenize", "a", {"x-request-timeout-ms": "0"}), 422, "validation")
+        assert 200 == (await post(it, "/tokenize", "a", {"x-request-timeout-ms": "86400000"})).status_code
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_client_that_leaves_takes_its_text_along(path: str) -> None:
-    async def story() -> None:
-        async with held_site() as (it, held):
-            writers = [await asking(it.port, path, f"{number}") for number in range(5)]
-            await until(lambda: num_held(it) == 5 and held.begun)
-            for writer in writers:
-                writer.close()
-            await until(lambda: num_held(it) == 0)
-            held.release()
-            await until(lambda: held.num_ended)
-            held.release()
-            assert 200 == (await post(it, path, "next")).status_code
-            assert 2 == len(held.begun) and "next" == held.begun[1]
-            if path != "/tokenize":
-                assert 5 == await metric(it, 'tgi_request_failure{err="dropped"}')
-
-    asyncio.run(story())
+async def test_a_client_that_leaves_takes_its_text_along(path: str) -> None:
+    async with held_site() as (it, held):
+        writers = [await asking(it.port, path, f"{number}") for number in range(5)]
+        await until(lambda: num_held(it) == 5 and held.begun)
+        for writer in writers:
+            writer.close()
+        await until(lambda: num_held(it) == 0)
+        held.release()
+        await until(lambda: held.num_ended)
+        held.release()
+        assert 200 == (await post(it, path, "next")).status_code
+        assert 2 == len(held.begun) and "next" == held.begun[1]
+        if path != "/tokenize":
+            assert 5 == await metric(it, 'tgi_request_failure{err="dropped"}')
 
 
 async def asking(port: int, path: str, inputs: str) -> asyncio.StreamWriter:
@@ -192,44 +177,41 @@ class Text(str):
     """One that can be seen to be gone."""
 
 
-def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None:
+async def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None:
     """Whoever is cancelled a millisecond after asking would else fill memory with texts that wait for a thread."""
 
-    async def story() -> None:
-        held = HeldTokenizer()
-        workers = Workers(2)
-        validator = Validator(held, make_limits(), workers)  # type: ignore[arg-type]
-        alive: weakref.WeakSet[Text] = weakref.WeakSet()
+    held = HeldTokenizer()
+    workers = Workers(2)
+    validator = Validator(held, make_limits(), workers)  # type: ignore[arg-type]
+    alive: weakref.WeakSet[Text] = weakref.WeakSet()
 
-        async def come_and_go(number: int) -> None:
-            text = Text(f"text {number}")
-            alive.add(text)
-            request = GenerateRequest.model_construct(inputs=text, parameters=None)
-            work = asyncio.ensure_future(
-                validator.validate(prompt_request_of(request))
-                if number % 2
-                else validator.tokenise(prompt_request_of(request), num_tokens)
-            )
-            del text, request
-            await until(lambda: number > 1 or len(held.begun) == number + 1)
-            await asyncio.sleep(0)
-            work.cancel()
-            await asyncio.wait((work,))
+    async def come_and_go(number: int) -> None:
+        text = Text(f"text {number}")
+        alive.add(text)
+        request = GenerateRequest.model_construct(inputs=text, parameters=None)
+        work = asyncio.ensure_future(
+            validator.validate(prompt_request_of(request))
+            if number % 2
+            else validator.tokenise(prompt_request_of(request), num_tokens)
+        )
+        del text, request
+        await until(lambda: number > 1 or len(held.begun) == number + 1)
+        await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.wait((work,))
 
-        try:
-            for number in range(50):
-                await come_and_go(number)
-            gc.collect()
-            assert 2 == len(alive) == len(held.begun)
-            following = asyncio.create_task(
-                validator.tokenise(prompt_request_of(GenerateRequest(inputs="next")), num_tokens)
-            )
-            await until(lambda: workers._turns.num_waiting)  # what was cancelled still has its place
-            assert 2 == len(held.begun)
-            held.release(3)
-            assert 4 == await following
-        finally:
-            held.release(100)
-            workers.close()
-
-    asyncio.run(story())
+    try:
+        for number in range(50):
+            await come_and_go(number)
+        gc.collect()
+        assert 2 == len(alive) == len(held.begun)
+        following = asyncio.create_task(
+            validator.tokenise(prompt_request_of(GenerateRequest(inputs="next")), num_tokens)
+        )
+        await until(lambda: workers._turns.num_waiting)  # what was cancelled still has its place
+        assert 2 == len(held.begun)
+        held.release(3)
+        assert 4 == await following
+    finally:
+        held.release(100)
+        workers.close()

@@ -60,42 +60,36 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_keys_take_turns_and_no_more_run_than_there_are_threads() -> None:
-    async def story() -> None:
-        gate = Gate()
-        with closing(Workers(2)) as workers:
-            names = ["a0", "a1", "a2", "a3", "b0"]
-            tasks = [asyncio.create_task(workers.do(lambda name=name: gate.work(name), name[0])) for name in names]
-            await until(lambda: gate.num_running == 2)
-            for number in range(3, 6):
-                gate.release(1)
-                await until(partial(gate.has_begun, number))
-            gate.release(2)
-            await asyncio.gather(*tasks)
-            assert 2 == gate.most_running
-            assert gate.begun.index("b0") < gate.begun.index("a3")
-
-    asyncio.run(story())
+async def test_keys_take_turns_and_no_more_run_than_there_are_threads() -> None:
+    gate = Gate()
+    with closing(Workers(2)) as workers:
+        names = ["a0", "a1", "a2", "a3", "b0"]
+        tasks = [asyncio.create_task(workers.do(lambda name=name: gate.work(name), name[0])) for name in names]
+        await until(lambda: gate.num_running == 2)
+        for number in range(3, 6):
+            gate.release(1)
+            await until(partial(gate.has_begun, number))
+        gate.release(2)
+        await asyncio.gather(*tasks)
+        assert 2 == gate.most_running
+        assert gate.begun.index("b0") < gate.begun.index("a3")
 
 
-def test_who_leaves_the_gate_leaves_nothing_and_who_leaves_a_thread_keeps_its_place() -> None:
-    async def story() -> None:
-        gate = Gate()
-        with closing(Workers(1)) as workers:
-            first, second = (asyncio.create_task(workers.do(lambda: gate.work("x"))) for _ in range(2))
-            await until(lambda: gate.num_running)
-            await asyncio.sleep(0)
-            for task in (first, second):
-                task.cancel()
-                await asyncio.wait({task})
-            third = asyncio.create_task(workers.do(lambda: gate.work("y")))
-            await asyncio.sleep(0.01)
-            assert ["x"] == gate.begun
-            gate.release(2)
-            await third
-            assert ["x", "y"] == gate.begun
-
-    asyncio.run(story())
+async def test_who_leaves_the_gate_leaves_nothing_and_who_leaves_a_thread_keeps_its_place() -> None:
+    gate = Gate()
+    with closing(Workers(1)) as workers:
+        first, second = (asyncio.create_task(workers.do(lambda: gate.work("x"))) for _ in range(2))
+        await until(lambda: gate.num_running)
+        await asyncio.sleep(0)
+        for task in (first, second):
+            task.cancel()
+            await asyncio.wait({task})
+        third = asyncio.create_task(workers.do(lambda: gate.work("y")))
+        await asyncio.sleep(0.01)
+        assert ["x"] == gate.begun
+        gate.release(2)
+        await third
+        assert ["x", "y"] == gate.begun
 
 
 # Templates are rendered in this process: on a busy machine another one takes longer to start than a client waits.

@@ -160,24 +160,21 @@ def test_a_newcomer_gets_the_last_one() -> None:
 # --------------------------------------------------------------------------------------------------------- in the batch
 
 
-def test_the_youngest_makes_room_and_gets_the_very_same_tokens() -> None:
-    async def story() -> None:
-        async with running(max_batch_size=2, max_batch_total_tokens=1024) as at_work:
-            requests = [request_of(10 + n, 60, seed=n) for n in range(2)]
-            greedy = [at_work.batcher.submit(request, owner="a") for request in requests]
-            for _ in range(20):
-                await greedy[1].events.get()
-            got = 20
-            other = at_work.batcher.submit(request_of(5, 40), owner="b")
-            await other.events.get()
-            assert (0, 1) == (greedy[0].num_preempted, greedy[1].num_preempted)
-            assert tokens_alone(requests[0]) == await token_ids_of(greedy[0])
-            assert tokens_alone(requests[1])[got:] == await token_ids_of(greedy[1])
-            assert tokens_alone(other.request)[1:] == await token_ids_of(other)
-            assert not at_work.shards.live_ids or await all_gone(at_work.shards)
-        assert at_work.batcher.num_free_blocks == at_work.limits.num_blocks
-
-    asyncio.run(story())
+async def test_the_youngest_makes_room_and_gets_the_very_same_tokens() -> None:
+    async with running(max_batch_size=2, max_batch_total_tokens=1024) as at_work:
+        requests = [request_of(10 + n, 60, seed=n) for n in range(2)]
+        greedy = [at_work.batcher.submit(request, owner="a") for request in requests]
+        for _ in range(20):
+            await greedy[1].events.get()
+        got = 20
+        other = at_work.batcher.submit(request_of(5, 40), owner="b")
+        await other.events.get()
+        assert (0, 1) == (greedy[0].num_preempted, greedy[1].num_preempted)
+        assert tokens_alone(requests[0]) == await token_ids_of(greedy[0])
+        assert tokens_alone(requests[1])[got:] == await token_ids_of(greedy[1])
+        assert tokens_alone(other.request)[1:] == await token_ids_of(other)
+        assert not at_work.shards.live_ids or await all_gone(at_work.shards)
+    assert at_work.batcher.num_free_blocks == at_work.limits.num_blocks
 
 
 async def all_gone(shards: Any) -> bool:
@@ -186,33 +183,27 @@ async def all_gone(shards: Any) -> bool:
     return True
 
 
-def test_prompt_logprobs_survive_being_sent_away_in_the_middle_of_the_prompt() -> None:
-    async def story() -> None:
-        async with running(max_batch_size=2, max_batch_prefill_tokens=8, prefill_chunk=8) as at_work:
-            older = at_work.batcher.submit(request_of(1, 60), owner="a")
-            greedy = at_work.batcher.submit(request_of(60, 3, prompt_logprobs=True), owner="a")
-            while len(greedy.prompt_scores.logprobs) < 16:
-                await asyncio.sleep(0)
-            other = at_work.batcher.submit(request_of(5, 4), owner="b")
-            assert tokens_alone(other.request) == await token_ids_of(other)
-            first, *_, last = await events_of(greedy)
-            assert 1 == greedy.num_preempted
-            assert [None] + [-1.0] * 59 == [token.logprob for token in first.tokens]  # type: ignore[union-attr]
-            assert isinstance(last, Finished)
-            assert tokens_alone(older.request) == await token_ids_of(older)
-
-    asyncio.run(story())
+async def test_prompt_logprobs_survive_being_sent_away_in_the_middle_of_the_prompt() -> None:
+    async with running(max_batch_size=2, max_batch_prefill_tokens=8, prefill_chunk=8) as at_work:
+        older = at_work.batcher.submit(request_of(1, 60), owner="a")
+        greedy = at_work.batcher.submit(request_of(60, 3, prompt_logprobs=True), owner="a")
+        while len(greedy.prompt_scores.logprobs) < 16:
+            await asyncio.sleep(0)
+        other = at_work.batcher.submit(request_of(5, 4), owner="b")
+        assert tokens_alone(other.request) == await token_ids_of(other)
+        first, *_, last = await events_of(greedy)
+        assert 1 == greedy.num_preempted
+        assert [None] + [-1.0] * 59 == [token.logprob for token in first.tokens]  # type: ignore[union-attr]
+        assert isinstance(last, Finished)
+        assert tokens_alone(older.request) == await token_ids_of(older)
 
 
-def test_without_keys_nobody_makes_room() -> None:
-    async def story() -> None:
-        async with running(max_batch_size=2) as at_work:
-            entries = [at_work.batcher.submit(request_of(5, 40)) for _ in range(6)]
-            for entry in entries:
-                await events_of(entry)
-        assert [0] * 6 == [entry.num_preempted for entry in entries]
-
-    asyncio.run(story())
+async def test_without_keys_nobody_makes_room() -> None:
+    async with running(max_batch_size=2) as at_work:
+        entries = [at_work.batcher.submit(request_of(5, 40)) for _ in range(6)]
+        for entry in entries:
+            await events_of(entry)
+    assert [0] * 6 == [entry.num_preempted for entry in entries]
 
 
 def test_the_queue_is_bounded_by_tokens_and_a_key_leaves_room_for_others() -> None:

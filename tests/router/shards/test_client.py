@@ -101,7 +101,7 @@ def sequence(id: int, prompt: list[int], blocks: list[int] | None = None, **fiel
 
 
 @pytest.mark.parametrize("open_shards", [fake_shards, real_shards])
-def test_contract_of_the_step_stream(open_shards: Any, tmp_path: Path) -> None:
+async def test_contract_of_the_step_stream(open_shards: Any, tmp_path: Path) -> None:
     """Two requests under way, replies in order, tokens as documented, retired sequences gone."""
 
     async def story(shards: Shards) -> None:
@@ -116,49 +116,37 @@ def test_contract_of_the_step_stream(open_shards: Any, tmp_path: Path) -> None:
         assert list(third.ids) == [1]
         assert (await shards.health()).steps_received == 3
 
-    async def run() -> None:
-        async with open_shards(tmp_path) as shards:
-            await story(shards)
-
-    asyncio.run(run())
+    async with open_shards(tmp_path) as shards:
+        await story(shards)
 
 
 @pytest.mark.parametrize("open_shards", [fake_shards, real_shards])
-def test_contract_of_the_end(open_shards: Any, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with open_shards(tmp_path) as shards:
-            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
-            await shards.receive()
-            waiting = asyncio.create_task(shards.receive())
-            await asyncio.sleep(0.05)
-            await shards.close()
-            with pytest.raises(ShardError):
-                await waiting
-
-    asyncio.run(run())
+async def test_contract_of_the_end(open_shards: Any, tmp_path: Path) -> None:
+    async with open_shards(tmp_path) as shards:
+        shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+        await shards.receive()
+        waiting = asyncio.create_task(shards.receive())
+        await asyncio.sleep(0.05)
+        await shards.close()
+        with pytest.raises(ShardError):
+            await waiting
 
 
-def test_answers_of_all_ranks_are_merged(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with real_shards(tmp_path) as shards:
-            assert (await shards.info()).weight_bytes == (0, 1)
-            cache = await shards.warmup(max_batch_total_tokens=0, max_total_tokens=10)
-            assert (cache.max_batch_total_tokens, cache.num_blocks) == (4080, 255)
-            health = await shards.health()
-            assert (health.oldest_step_ms, health.rank) == (10, 1)
-            with pytest.raises(ShardError, match="only 4096 tokens fit"):
-                await shards.warmup(max_batch_total_tokens=9999)
-
-    asyncio.run(run())
+async def test_answers_of_all_ranks_are_merged(tmp_path: Path) -> None:
+    async with real_shards(tmp_path) as shards:
+        assert (await shards.info()).weight_bytes == (0, 1)
+        cache = await shards.warmup(max_batch_total_tokens=0, max_total_tokens=10)
+        assert (cache.max_batch_total_tokens, cache.num_blocks) == (4080, 255)
+        health = await shards.health()
+        assert (health.oldest_step_ms, health.rank) == (10, 1)
+        with pytest.raises(ShardError, match="only 4096 tokens fit"):
+            await shards.warmup(max_batch_total_tokens=9999)
 
 
-def test_error_of_all_ranks_is_an_answer(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with real_shards(tmp_path, {(0, 1): "no memory", (1, 1): "no memory"}) as shards:
-            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
-            assert (await shards.receive()).error == "no memory"
-
-    asyncio.run(run())
+async def test_error_of_all_ranks_is_an_answer(tmp_path: Path) -> None:
+    async with real_shards(tmp_path, {(0, 1): "no memory", (1, 1): "no memory"}) as shards:
+        shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+        assert (await shards.receive()).error == "no memory"
 
 
 @pytest.mark.parametrize(
@@ -172,52 +160,40 @@ def test_error_of_all_ranks_is_an_answer(tmp_path: Path) -> None:
         ({(0, 1): "abort"}, "shard 0: its connection ended"),
     ],
 )
-def test_one_rank_that_fails_alone_is_named(behaviour: Any, message: str, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with real_shards(tmp_path, behaviour) as shards:
-            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
-            shards.send(step_request(2, decode=True))
-            with pytest.raises(ShardError, match=message) as caught:
-                await shards.receive()
-                await shards.receive()  # rank 0 may have answered the first step before it knew
-            assert ("ended" in message) is not caught.value.is_known
-
-    asyncio.run(run())
+async def test_one_rank_that_fails_alone_is_named(behaviour: Any, message: str, tmp_path: Path) -> None:
+    async with real_shards(tmp_path, behaviour) as shards:
+        shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+        shards.send(step_request(2, decode=True))
+        with pytest.raises(ShardError, match=message) as caught:
+            await shards.receive()
+            await shards.receive()  # rank 0 may have answered the first step before it knew
+        assert ("ended" in message) is not caught.value.is_known
 
 
-def test_cancelled_wait_for_a_reply_is_a_cancellation(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with real_shards(tmp_path, {(0, 1): "hang"}, num_ranks=1) as shards:
-            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
-            waiting = asyncio.create_task(shards.receive())
-            await asyncio.sleep(0.05)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-
-    asyncio.run(run())
+async def test_cancelled_wait_for_a_reply_is_a_cancellation(tmp_path: Path) -> None:
+    async with real_shards(tmp_path, {(0, 1): "hang"}, num_ranks=1) as shards:
+        shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+        waiting = asyncio.create_task(shards.receive())
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
-def test_wait_for_a_socket_that_appears_late(tmp_path: Path) -> None:
-    async def run() -> None:
-        client = ShardedClient([str(tmp_path / "rank-0")])
-        with pytest.raises(TimeoutError):
-            await client.wait_ready(timeout=0.1)
-        await client.close()
-
-    asyncio.run(run())
+async def test_wait_for_a_socket_that_appears_late(tmp_path: Path) -> None:
+    client = ShardedClient([str(tmp_path / "rank-0")])
+    with pytest.raises(TimeoutError):
+        await client.wait_ready(timeout=0.1)
+    await client.close()
 
 
-def test_large_steps_pass(tmp_path: Path) -> None:
+async def test_large_steps_pass(tmp_path: Path) -> None:
     """Above gRPC's own bound of 4 MiB."""
 
-    async def run() -> None:
-        async with real_shards(tmp_path, num_ranks=1) as shards:
-            prompt = [2**31] * 1_000_000
-            shards.send(step_request(1, add=[sequence(1, prompt, blocks=[])]))
-            assert (await shards.receive()).step == 1
-
-    asyncio.run(run())
+    async with real_shards(tmp_path, num_ranks=1) as shards:
+        prompt = [2**31] * 1_000_000
+        shards.send(step_request(1, add=[sequence(1, prompt, blocks=[])]))
+        assert (await shards.receive()).step == 1
 
 
 @pytest.mark.parametrize(
@@ -234,11 +210,8 @@ def test_large_steps_pass(tmp_path: Path) -> None:
         ([step_request(step) for step in (1, 2, 3)], "more than two requests"),
     ],
 )
-def test_double_refuses_what_a_shard_must_never_get(requests: list[pb.StepRequest], violation: str) -> None:
-    async def run() -> None:
-        shards = FakeShardedClient()
-        with pytest.raises(ProtocolViolation, match=violation):
-            for request in requests:
-                shards.send(request)
-
-    asyncio.run(run())
+async def test_double_refuses_what_a_shard_must_never_get(requests: list[pb.StepRequest], violation: str) -> None:
+    shards = FakeShardedClient()
+    with pytest.raises(ProtocolViolation, match=violation):
+        for request in requests:
+            shards.send(request)

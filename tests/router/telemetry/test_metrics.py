@@ -149,39 +149,33 @@ def test_series_whose_labels_are_known_are_there_before_anything_happens(tmp_pat
         assert 0 == series[f'tgi_key_tokens{{key="bob",kind="{kind}"}}']
 
 
-def test_tokens_of_prompts_are_either_found_or_computed() -> None:
-    async def story() -> None:
-        async with site(prefix_caching=True) as it:
-            for _ in range(3):
-                await it.post("/generate", inputs="p" * 40, max_new_tokens=2)
-            series = series_in((await it.http.get("/metrics")).text)
-            asked = series["tgi_request_input_length_sum"]
-            assert 3 * 40 <= asked
-            assert 2 * 32 == series["tgi_request_prefix_hit_tokens"]  # two full blocks, twice
-            assert asked - 2 * 32 == series["tgi_batch_prefill_tokens"]
-
-    asyncio.run(story())
+async def test_tokens_of_prompts_are_either_found_or_computed() -> None:
+    async with site(prefix_caching=True) as it:
+        for _ in range(3):
+            await it.post("/generate", inputs="p" * 40, max_new_tokens=2)
+        series = series_in((await it.http.get("/metrics")).text)
+        asked = series["tgi_request_input_length_sum"]
+        assert 3 * 40 <= asked
+        assert 2 * 32 == series["tgi_request_prefix_hit_tokens"]  # two full blocks, twice
+        assert asked - 2 * 32 == series["tgi_batch_prefill_tokens"]
 
 
-def test_gauges_are_true_between_steps_and_while_none_is_planned() -> None:
-    async def story() -> None:
-        limits = make_limits(max_batch_size=1)
-        async with site(fake_shards(limits, step_delay_s=3600), max_batch_size=1) as it:
-            first, second = (it.batcher.submit(ValidRequest([1] * 20, 12)) for _ in range(2))
-            while not it.shards.live_ids:
-                await asyncio.sleep(0.001)
-            series = series_in((await it.http.get("/metrics")).text)
-            assert (1, 32) == (series["tgi_queue_size"], series["tgi_queue_tokens"])
-            assert (1, 32) == (series["tgi_batch_current_size"], series["tgi_batch_current_max_tokens"])
-            third = it.batcher.submit(ValidRequest([1] * 20, 12))  # the shards are computing: nothing is planned
-            series = series_in((await it.http.get("/metrics")).text)
-            assert (2, 64) == (series["tgi_queue_size"], series["tgi_queue_tokens"])
-            assert series["tgi_kv_blocks_total"] - 2 == series["tgi_kv_blocks_free"]
-            assert 2 / series["tgi_kv_blocks_total"] == series["tgi_kv_used_ratio"]
-            for entry in (first, second, third):
-                entry.cancelled = True
-
-    asyncio.run(story())
+async def test_gauges_are_true_between_steps_and_while_none_is_planned() -> None:
+    limits = make_limits(max_batch_size=1)
+    async with site(fake_shards(limits, step_delay_s=3600), max_batch_size=1) as it:
+        first, second = (it.batcher.submit(ValidRequest([1] * 20, 12)) for _ in range(2))
+        while not it.shards.live_ids:
+            await asyncio.sleep(0.001)
+        series = series_in((await it.http.get("/metrics")).text)
+        assert (1, 32) == (series["tgi_queue_size"], series["tgi_queue_tokens"])
+        assert (1, 32) == (series["tgi_batch_current_size"], series["tgi_batch_current_max_tokens"])
+        third = it.batcher.submit(ValidRequest([1] * 20, 12))  # the shards are computing: nothing is planned
+        series = series_in((await it.http.get("/metrics")).text)
+        assert (2, 64) == (series["tgi_queue_size"], series["tgi_queue_tokens"])
+        assert series["tgi_kv_blocks_total"] - 2 == series["tgi_kv_blocks_free"]
+        assert 2 / series["tgi_kv_blocks_total"] == series["tgi_kv_used_ratio"]
+        for entry in (first, second, third):
+            entry.cancelled = True
 
 
 def test_gaps_are_counted_as_a_histogram_counts_them() -> None:

@@ -353,17 +353,14 @@ def test_errors_of_http_have_anthropic_s_shape(guarded: Served) -> None:
     del guarded.http.headers["x-api-key"]
 
 
-def test_an_error_after_the_first_token_is_an_event(tmp_path: Path) -> None:
-    async def story() -> None:
-        shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
-        async with site(shards, config={"chat_template": template_in(tmp_path)}) as it:
-            it.http.timeout = 60
-            events = events_of((await it.http.post(URL, json={**BODY, "stream": True})).text)
-            assert ["message_start", "content_block_start"] == [event["type"] for event in events[:2]]
-            assert ("error", "generation") == (events[-1]["type"], events[-1]["error_type"])
-            assert "api_error" == events[-1]["error"]["type"] and "generation" in events[-1]["error"]["message"]
-
-    asyncio.run(story())
+async def test_an_error_after_the_first_token_is_an_event(tmp_path: Path) -> None:
+    shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
+    async with site(shards, config={"chat_template": template_in(tmp_path)}) as it:
+        it.http.timeout = 60
+        events = events_of((await it.http.post(URL, json={**BODY, "stream": True})).text)
+        assert ["message_start", "content_block_start"] == [event["type"] for event in events[:2]]
+        assert ("error", "generation") == (events[-1]["type"], events[-1]["error_type"])
+        assert "api_error" == events[-1]["error"]["type"] and "generation" in events[-1]["error"]["message"]
 
 
 def test_a_page_of_an_allowed_origin_may_send_what_anthropic_s_client_sends(guarded: Served) -> None:

@@ -56,15 +56,12 @@ def test_a_stream_and_its_raw_events(client: anthropic.Anthropic) -> None:
     assert ("message_start", "message_stop") == (kinds[0], kinds[-1])
 
 
-def test_async_messages_and_streams(it: Served) -> None:
-    async def story() -> None:
-        async with anthropic.AsyncAnthropic(base_url=it.url, api_key="open-secret", max_retries=0) as client:
-            answers = await asyncio.gather(*(client.messages.create(**ASKED) for _ in range(8)))
-            assert {"No tools here."} == {block.text for answer in answers for block in answer.content}  # type: ignore[union-attr]
-            async with client.messages.stream(**ASKED) as stream:
-                assert "No tools here." == await stream.get_final_text()
-
-    asyncio.run(story())
+async def test_async_messages_and_streams(it: Served) -> None:
+    async with anthropic.AsyncAnthropic(base_url=it.url, api_key="open-secret", max_retries=0) as client:
+        answers = await asyncio.gather(*(client.messages.create(**ASKED) for _ in range(8)))
+        assert {"No tools here."} == {block.text for answer in answers for block in answer.content}  # type: ignore[union-attr]
+        async with client.messages.stream(**ASKED) as stream:
+            assert "No tools here." == await stream.get_final_text()
 
 
 def test_tools_whole_and_streamed(client: anthropic.Anthropic) -> None:

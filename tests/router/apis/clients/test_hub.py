@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -48,16 +47,13 @@ def test_chats_whole_and_streamed(client: InferenceClient) -> None:
     assert {"weather"} == {call.function.name for call in choice.message.tool_calls}
 
 
-def test_async_text_and_chats(it: Served) -> None:
-    async def story() -> None:
-        async with AsyncInferenceClient(base_url=it.url, token="open-secret", timeout=60) as client:
-            assert "No tools here." == await client.text_generation(PROMPT)
-            texts = [text async for text in await client.text_generation(PROMPT, stream=True)]
-            assert "No tools here.</s>" == "".join(texts)
-            answer = await client.chat_completion(MESSAGES)
-            assert "No tools here." == answer.choices[0].message.content
-
-    asyncio.run(story())
+async def test_async_text_and_chats(it: Served) -> None:
+    async with AsyncInferenceClient(base_url=it.url, token="open-secret", timeout=60) as client:
+        assert "No tools here." == await client.text_generation(PROMPT)
+        texts = [text async for text in await client.text_generation(PROMPT, stream=True)]
+        assert "No tools here.</s>" == "".join(texts)
+        answer = await client.chat_completion(MESSAGES)
+        assert "No tools here." == answer.choices[0].message.content
 
 
 def test_errors_are_of_their_types(it: Served, client: InferenceClient) -> None:

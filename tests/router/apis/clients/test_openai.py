@@ -117,17 +117,14 @@ def test_the_tokens_of_an_input_are_counted(client: openai.OpenAI) -> None:
     assert answer.usage is not None and counted.input_tokens == answer.usage.input_tokens
 
 
-def test_async_chats_and_responses(it: Served) -> None:
-    async def story() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{it.url}/v1", api_key="open-secret", max_retries=0) as client:
-            answers = await asyncio.gather(*(client.responses.create(**RESPONSE) for _ in range(8)))
-            assert {"No tools here."} == {answer.output_text for answer in answers}
-            async with client.responses.stream(**RESPONSE) as stream:
-                assert "No tools here." == (await stream.get_final_response()).output_text
-            chunks = [chunk async for chunk in await client.chat.completions.create(**CHAT, stream=True)]
-            assert "No tools here." == "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-
-    asyncio.run(story())
+async def test_async_chats_and_responses(it: Served) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{it.url}/v1", api_key="open-secret", max_retries=0) as client:
+        answers = await asyncio.gather(*(client.responses.create(**RESPONSE) for _ in range(8)))
+        assert {"No tools here."} == {answer.output_text for answer in answers}
+        async with client.responses.stream(**RESPONSE) as stream:
+            assert "No tools here." == (await stream.get_final_response()).output_text
+        chunks = [chunk async for chunk in await client.chat.completions.create(**CHAT, stream=True)]
+        assert "No tools here." == "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
 def test_errors_are_of_their_types(client: openai.OpenAI) -> None:

@@ -255,19 +255,16 @@ def test_a_long_prompt_s_log_probabilities_come_in_chunks_and_survive_a_loss(tem
     assert calm["choices"] == shaken["choices"]
 
 
-def test_prompts_with_log_probabilities_neither_find_nor_leave_prefixes(template: str) -> None:
-    async def story() -> None:
-        async with site(prefix_caching=True) as it:
-            prompt = [*range(1, 60)]
-            plain = {**COMPLETION, "prompt": prompt, "max_tokens": 1}
-            scored = {**plain, "echo": True, "logprobs": 1, "max_tokens": 0}
-            cached = []
-            for body in (scored, plain, scored, plain):
-                usage = (await posted(it, "/v1/completions", body))["usage"]
-                cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-            assert [0, 0, 0, 48] == cached
-
-    asyncio.run(story())
+async def test_prompts_with_log_probabilities_neither_find_nor_leave_prefixes(template: str) -> None:
+    async with site(prefix_caching=True) as it:
+        prompt = [*range(1, 60)]
+        plain = {**COMPLETION, "prompt": prompt, "max_tokens": 1}
+        scored = {**plain, "echo": True, "logprobs": 1, "max_tokens": 0}
+        cached = []
+        for body in (scored, plain, scored, plain):
+            usage = (await posted(it, "/v1/completions", body))["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert [0, 0, 0, 48] == cached
 
 
 def test_an_echo_that_the_tokenizer_cannot_give_back_is_the_text_of_its_tokens() -> None:
@@ -317,16 +314,13 @@ def test_what_is_out_of_bounds_is_told_by_its_name_here(
     told(template, story)
 
 
-def test_prompts_log_probabilities_can_be_switched_off(template: str) -> None:
-    async def story() -> None:
-        async with site(prefill_logprobs=False) as it:
-            answer = await it.http.post("/v1/completions", json={**COMPLETION, "echo": True, "logprobs": 1})
-            assert 400 == answer.status_code
-            assert "`echo` with `logprobs` is switched off" in answer.json()["error"]["message"]
-            await posted(it, "/v1/completions", {**COMPLETION, "echo": True})
-            await posted(it, "/v1/completions", {**COMPLETION, "logprobs": 1})
-
-    asyncio.run(story())
+async def test_prompts_log_probabilities_can_be_switched_off(template: str) -> None:
+    async with site(prefill_logprobs=False) as it:
+        answer = await it.http.post("/v1/completions", json={**COMPLETION, "echo": True, "logprobs": 1})
+        assert 400 == answer.status_code
+        assert "`echo` with `logprobs` is switched off" in answer.json()["error"]["message"]
+        await posted(it, "/v1/completions", {**COMPLETION, "echo": True})
+        await posted(it, "/v1/completions", {**COMPLETION, "logprobs": 1})
 
 
 def test_an_encoder_s_prompt_has_no_log_probabilities() -> None:

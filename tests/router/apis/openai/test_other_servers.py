@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,7 +119,7 @@ def test_counts_may_come_with_every_chunk(template: str) -> None:
         told(template, story, reasoning_parser=reader)
 
 
-def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end() -> None:
+async def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end() -> None:
     tokenizer = byte_tokenizer().tokenizer
     tokenizer.add_special_tokens([AddedToken("<x>", special=True)])
     ids, limits = [ord("a"), EOS + 1, ord("b"), EOS], {"vocab_size": EOS + 2}
@@ -128,18 +127,15 @@ def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end() -> 
     def next_token(token_ids: Any, *_: Any) -> int:
         return ids[min(len(token_ids) - len(PROMPT), len(ids) - 1)]
 
-    async def story() -> None:
-        shards = fake_shards(make_limits(**limits), next_token=next_token, **limits)
-        known = ModelTokenizer.of(tokenizer, frozenset({EOS}))
-        async with site(shards, tokenizer=known, **limits) as it:
-            for skips, text in ((None, "ab"), (True, "ab"), (False, "a<x>b")):
-                asked = {**COMPLETION, "skip_special_tokens": skips, "logprobs": 1}
-                [choice] = (await it.http.post("/v1/completions", json=asked)).json()["choices"]
-                assert text == choice["text"] == "".join(choice["logprobs"]["tokens"])
-                chunks = chunks_of((await it.http.post("/v1/completions", json={**asked, "stream": True})).text)
-                assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
-
-    asyncio.run(story())
+    shards = fake_shards(make_limits(**limits), next_token=next_token, **limits)
+    known = ModelTokenizer.of(tokenizer, frozenset({EOS}))
+    async with site(shards, tokenizer=known, **limits) as it:
+        for skips, text in ((None, "ab"), (True, "ab"), (False, "a<x>b")):
+            asked = {**COMPLETION, "skip_special_tokens": skips, "logprobs": 1}
+            [choice] = (await it.http.post("/v1/completions", json=asked)).json()["choices"]
+            assert text == choice["text"] == "".join(choice["logprobs"]["tokens"])
+            chunks = chunks_of((await it.http.post("/v1/completions", json={**asked, "stream": True})).text)
+            assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
 def test_completions_know_the_newer_name_of_their_most_tokens(template: str) -> None:

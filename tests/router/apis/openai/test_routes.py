@@ -333,16 +333,13 @@ def test_a_key_that_is_missing_is_refused_in_openai_s_shape(template: str) -> No
     told(template, story, api_key="secret")
 
 
-def test_an_error_after_the_first_token_is_an_event_with_done_behind_it(template: str) -> None:
-    async def story() -> None:
-        shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
-        async with site(shards, config={"chat_template": template}) as it:
-            answer = await it.http.post("/v1/completions", json={**COMPLETION, "stream": True})
-            chunks = chunks_of(answer.text)
-            assert "one"[: len(text_of(chunks[:-1]))] == text_of(chunks[:-1])
-            assert ("server_error", "generation") == (chunks[-1]["error"]["type"], chunks[-1]["error_type"])
-
-    asyncio.run(story())
+async def test_an_error_after_the_first_token_is_an_event_with_done_behind_it(template: str) -> None:
+    shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
+    async with site(shards, config={"chat_template": template}) as it:
+        answer = await it.http.post("/v1/completions", json={**COMPLETION, "stream": True})
+        chunks = chunks_of(answer.text)
+        assert "one"[: len(text_of(chunks[:-1]))] == text_of(chunks[:-1])
+        assert ("server_error", "generation") == (chunks[-1]["error"]["type"], chunks[-1]["error_type"])
 
 
 def test_the_same_seed_gives_the_same_answers(template: str) -> None:

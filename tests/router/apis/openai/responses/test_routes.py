@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,16 +302,13 @@ def test_nothing_is_stored(plain: Served) -> None:
     assert 405 == plain.http.get(URL).status_code
 
 
-def test_an_error_after_the_first_token_is_told_as_openai_tells_it(tmp_path: Path) -> None:
-    async def story() -> None:
-        shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
-        async with site(shards, config={"chat_template": template_in(tmp_path)}) as it:
-            it.http.timeout = 60
-            events = events_of((await it.http.post(URL, json={**BODY, "stream": True})).text)
-            assert "response.created" == events[0]["type"]
-            error, failed = events[-2:]
-            assert ("error", "server_error", "generation") == (error["type"], error["code"], error["error_type"])
-            assert ("response.failed", "failed") == (failed["type"], failed["response"]["status"])
-            assert {"code": "server_error", "message": error["message"]} == failed["response"]["error"]
-
-    asyncio.run(story())
+async def test_an_error_after_the_first_token_is_told_as_openai_tells_it(tmp_path: Path) -> None:
+    shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
+    async with site(shards, config={"chat_template": template_in(tmp_path)}) as it:
+        it.http.timeout = 60
+        events = events_of((await it.http.post(URL, json={**BODY, "stream": True})).text)
+        assert "response.created" == events[0]["type"]
+        error, failed = events[-2:]
+        assert ("error", "server_error", "generation") == (error["type"], error["code"], error["error_type"])
+        assert ("response.failed", "failed") == (failed["type"], failed["response"]["status"])
+        assert {"code": "server_error", "message": error["message"]} == failed["response"]["error"]
