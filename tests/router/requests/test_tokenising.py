@@ -208,7 +208,7 @@ async def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None
         following = asyncio.create_task(
             validator.tokenise(prompt_request_of(GenerateRequest(inputs="next")), num_tokens)
         )
-        await until(lambda: workers._turns.num_waiting)  # what was cancelled still has its place
+        await until(lambda: workers._semaphore.num_waiting)  # what was cancelled still has its place
         assert 2 == len(held.begun)
         held.release(3)
         assert 4 == await following
