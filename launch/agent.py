@@ -128,7 +128,7 @@ class Agent:
         trouble = self._link.trouble
         if trouble.get("event") == "refused":
             self._fail(
-                f"node 0 at {self._address} and this node do not remote_nodes_of: {printable(str(trouble['reason']))}"
+                f"node 0 at {self._address} and this node do not meet: {printable(str(trouble['reason']))}"
             )
             return
         if time.monotonic() > self._until:

@@ -26,5 +26,5 @@ def test_a_format_costs_no_more_than_is_promised(format: str, documents: list[li
 
 def test_three_bits_would_not_do(documents: list[list[int]], exact: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound of int4 tells rounding that is worse from rounding that is as good as it gets."""
-    monkeypatch.setattr("server.quant.rounding.MOST", 7)
+    monkeypatch.setattr("server.quant.rounding.MOST_CODE", 7)
     assert perplexity(load("int4", "int8", "reference"), documents) / exact - 1 > MOST["int4"]

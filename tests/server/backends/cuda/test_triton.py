@@ -46,7 +46,7 @@ def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> s
         "-q",
         "-m",
         part,
-        *(f"tests/server/{name}.py" for name in names),
+        *(f"tests/server/backends/cuda/{name}.py" for name in names),
     ]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
