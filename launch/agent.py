@@ -127,9 +127,7 @@ class Agent:
             return
         trouble = self._link.trouble
         if trouble.get("event") == "refused":
-            self._fail(
-                f"node 0 at {self._address} and this node do not meet: {printable(str(trouble['reason']))}"
-            )
+            self._fail(f"node 0 at {self._address} and this node do not meet: {printable(str(trouble['reason']))}")
             return
         if time.monotonic() > self._until:
             why = printable(str(trouble.get("reason", "it does not answer")))
