@@ -31,7 +31,7 @@ ALLOWED = {
     ("server.stepping.engine", "part.token_ids.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "part.logprobs.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "candidates.tolist()"): "of the host, in `finish`",
-    ("server.stepping.pipeline", "tensor.contiguous().view(torch.uint8).flatten().numpy()"): "of the host, on its way out",
+    ("server.stepping.pipeline", "tensor.contiguous().view(torch.uint8).flatten().numpy()"): "of the host",
     ("server.stepping.next_tokens", "found[run.sequence.id] = …"): "a dict",
     ("server.stepping.next_tokens", "self.logprobs.tolist()"): "of the host, in `finish`",
     ("server.stepping.next_tokens", "self.top_ids.flatten().tolist()"): "of the host, in `finish`",
