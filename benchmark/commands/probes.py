@@ -3,7 +3,7 @@
 The questions that decide how a decode step is built: how fast memory is read and matrices are multiplied, what a launch
 and the replay of a captured graph cost, how near decode attention comes to the bandwidth, what a top-k over a large
 vocabulary takes, and how fast weights could come from the host. Each is measured for some tenths of a second, and the
-best repeat counts, as in `roofline.py`. What a device does not have is left out of its rows.
+best repeat counts, as in `cost/roofline.py`. What a device does not have is left out of its rows.
 
 Shapes: S sequences, N heads, H head dim, B blocks, P tokens per block, V vocabulary.
 """

@@ -1,9 +1,9 @@
 """`lockstep-bench simulate`: what a fleet would do under a load, in virtual time, on hardware that one may not have.
 
-Requests (`traffic.py`) go through the router's own scheduler (`replica.py`) onto shards whose steps take as long as a
-cost model says (`step_times.py`); what comes of it is in `prediction.py`. Loads, lengths, figures and their
-names are those of `serving`, so that a prediction can be held against a measurement (`--compare`); limits are the
-server's, with its defaults, and any of them can be swept. Nothing is loaded, started or measured, and torch is not
+Requests (`fleet/traffic.py`) go through the router's own scheduler (`fleet/replica.py`) onto shards whose steps take as
+long as a cost model says (`cost/step_times.py`); what comes of it is in `fleet/prediction.py`. Loads, lengths, figures
+and their names are those of `serving`, so that a prediction can be held against a measurement (`--compare`); limits are
+the server's, with its defaults, and any of them can be swept. Nothing is loaded, started or measured, and torch is not
 imported. docs/simulating.md says what a prediction is worth.
 """
 

@@ -1,7 +1,7 @@
 """Which requests a simulated fleet gets, and when: the cases of a run, arrival times, traces, open and closed loops.
 
-Lengths and Poisson times are drawn as `serving` draws them (`workload.py`), from a seed of the same form, so that the
-same seed is the same work. Prompts are lengths only. What becomes of the requests is not here but in `fleet.py`.
+Lengths and Poisson times are drawn as `serving/workload.py` draws them, from a seed of the same form, so that the same
+seed is the same work. Prompts are lengths only. What becomes of the requests is not here but in `fleet.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A grammar as plain data, and what it allows next: shared by validation, the scheduler and the wire.
 
-Left out: how either is computed (`compiler.py`, `follower.py`), with llguidance in other processes (`matcher.py`).
+Left out: how either is computed, with llguidance in other processes (`router/grammars/`).
 """
 
 from __future__ import annotations

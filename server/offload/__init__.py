@@ -10,7 +10,7 @@ cache, or the memory of a GPU's host. Two things use it:
   `lockstep-bench offline` plans its schedules with the same model.
 * **KV blocks.** The router hands out ids as ever. The first ids are on the device in every layer; the others visit
   one of three staging areas for one layer's attention: one area is computed with, one is filled, one is emptied
-  (`staging.py`). A step ends when all its writes are done, so that a failed write fails its own step, and ids can be
+  (`kv_blocks.py`). A step ends when all its writes are done, so that a failed write fails its own step, and ids can be
   given away as ever. Which bytes belong to a block the backend says (`Backend.block_parts`).
 
 What link and layers did when is recorded in `times.py`, and bounded. Who moves what is in `server/model/`.

@@ -18,7 +18,7 @@ rows as are looked at together, with everything that a client may ask for. What 
 and 1 GiB for what torch's allocator cannot make room for, is kept back; the start-up table shows it. Logits are
 looked at 128 rows at a time, so that no batch takes more.
 
-**Stages.** A pipeline stage computes the same step on its own layers: `ring.py` takes activations from the stage
+**Stages.** A pipeline stage computes the same step on its own layers: `pipeline.py` takes activations from the stage
 before and hands them on. The router divides the batch into lanes (`router/scheduling/plan.py`); each lane has up to
 two steps under way, and they take turns. The replies are those of the last stage's first rank, which rank 0 passes
 on.
