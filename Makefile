@@ -12,7 +12,7 @@ PACKED = annotated-doc annotated-types anyio click execnet fastapi grpcio h11 ht
 ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: needs install serve test test-formats test-offload test-kernels \
+.PHONY: needs install serve test test-rest test-formats test-offload test-kernels \
 	test-clients test-suites test-nodes test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
 
 install: needs .venv/installed
@@ -37,6 +37,10 @@ serve: needs install
 # processor lacks are skipped, and the last lines say why.
 test: needs install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# The dear half of the suite: more orders of deaths, more shards, stages, nodes and kinds of what `make test` has once.
+test-rest: needs install
+	$(RUN) -m pytest -m rest --numprocesses auto --maxprocesses 4 --dist worksteal tests $(ARGS)
 
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
 test-clients: needs install

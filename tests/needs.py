@@ -69,7 +69,8 @@ TUN = file("/dev/net/tun", "modprobe tun", is_optional=True)
 NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "install": (f"some minutes, once, and {INDEX}", [PYTHON, disk(3)]),
     "serve": ("nothing more for the embedded model", []),
-    "test": ("some 25 minutes of two cores", [memory(8), COMPILER]),
+    "test": ("five to ten minutes of two cores", [memory(8), COMPILER]),
+    "test-rest": ("ten to twenty minutes of two cores", [memory(8), COMPILER]),
     "test-formats": (f"hours, and {INDEX}", [disk(10), memory(8), COMPILER]),
     "test-offload": ("a temporary folder on a disk (TMPDIR)", [COMPILER]),
     "test-kernels": ("nothing more", []),

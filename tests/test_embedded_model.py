@@ -180,6 +180,7 @@ def test_every_kind_of_document_appears() -> None:
     assert set(kinds) == set(corpus.KINDS)
 
 
+@pytest.mark.rest
 def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any) -> None:
     trained, steps, tokens = train.train_model(tokenizer.backend_tokenizer, seed=3, steps=1, minutes=0)
     torch.manual_seed(3)

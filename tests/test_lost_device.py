@@ -35,6 +35,7 @@ def test_that_is_wrong(): assert False
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("workers", "counted"), [(1, "2 failed, 3 passed"), (0, "2 passed")])
 def test_a_lost_device_fails_one_test_and_ends_its_process(tmp_path: Path, workers: int, counted: str) -> None:
     """With a worker the tests behind it go on in another; what lost the device fails, and what is wrong."""

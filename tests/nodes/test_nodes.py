@@ -8,6 +8,8 @@ import random
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_named, node_flags
 from tests.nodes.load import FLOAT32, REQUESTS
 from tests.ports import free_port
@@ -18,6 +20,7 @@ TWO = (Loopback(), Loopback())
 STAGES = (*FLOAT32, "--pipeline-parallel", "2")
 
 
+@pytest.mark.rest
 def test_stages_on_two_nodes_survive_the_death_of_a_shard_of_a_link_and_of_a_node(
     tls_dir: str, expected: list[Answer]
 ) -> None:
@@ -49,6 +52,7 @@ def test_shards_of_one_stage_on_two_nodes_answer_as_one_process(expected: list[A
     assert all(answer.is_as(one) for answer, one in zip(answers, expected, strict=True))
 
 
+@pytest.mark.rest
 def test_a_node_that_leaves_for_good_ends_the_server_with_one_sentence() -> None:
     with Cluster(TWO, *STAGES, "--node-timeout", "6") as cluster:
         cluster.agents[0].process.send_signal(signal.SIGTERM)
@@ -59,6 +63,7 @@ def test_a_node_that_leaves_for_good_ends_the_server_with_one_sentence() -> None
     assert "error: node 1 (SIGTERM) did not come within 6 s: start the launcher on every node" in output
 
 
+@pytest.mark.rest
 def test_a_failure_on_another_node_is_named_and_ends_all() -> None:
     with Cluster(TWO, *STAGES, "--max-deaths", "0") as cluster:
         os.kill(cluster.shards()[1], signal.SIGKILL)
@@ -68,6 +73,7 @@ def test_a_failure_on_another_node_is_named_and_ends_all() -> None:
     assert "error: node 0 has ended: shard 1 on node 1 stopped: " in cluster.agents[0].output
 
 
+@pytest.mark.rest
 def test_a_node_0_that_is_gone_for_good_ends_the_others() -> None:
     with Cluster(TWO, *STAGES, "--node-timeout", "6") as cluster:
         os.kill(cluster.process.pid, signal.SIGKILL)
@@ -116,6 +122,7 @@ def test_certificates_of_two_authorities_do_not_meet(tls_dir: str, tmp_path: Pat
         )
 
 
+@pytest.mark.rest
 def test_a_node_without_certificates_is_refused(tls_dir: str) -> None:
     refused(
         *STAGES, first=(*STAGES, "--tls-dir", tls_dir), wants="as a node with --tls-dir does to one without", within="4"

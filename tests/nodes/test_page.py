@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from tests.nodes.cluster import Agent, Loopback
 from tests.pages import section
@@ -56,6 +57,7 @@ def see(node_0: Agent, node_1: Agent) -> None:
         node_1.close()
 
 
+@pytest.mark.rest
 def test_certificates_and_two_nodes(tmp_path: Path) -> None:
     folder = str(tmp_path / "made")
     words = [folder if word == "~/lockstep-tls" else word for word in TLS]
@@ -69,6 +71,7 @@ def test_certificates_and_two_nodes(tmp_path: Path) -> None:
     see(launcher(argv, "--port", "0"), launcher(argv, "--node-rank", "1"))
 
 
+@pytest.mark.rest
 def test_the_trial_on_one_machine() -> None:
     assert ["--port", "3000"] == TRIAL[-2:]  # which somebody else may have
     argv = [*TRIAL[:-2], "--master-port", str(free_port())]

@@ -149,7 +149,7 @@ def test_a_chat_is_the_prompt_that_the_template_writes(server: Server) -> None:
 # ------------------------------------------------------------------------------------------------- shards and load
 
 
-@pytest.mark.parametrize("shards", [2, 8])
+@pytest.mark.parametrize("shards", [2, pytest.param(8, marks=pytest.mark.rest)])
 def test_shards_and_neighbours_do_not_change_the_tokens(server: Server, shards: int) -> None:
     expected = [tokens_of(generate(server, r)) for r in (GREEDY, SEEDED)]
     neighbours = mixed_requests(12, most_tokens=24)

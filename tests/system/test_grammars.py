@@ -265,7 +265,7 @@ def test_what_works_beside_the_router_gives_way(server: Server) -> None:
     assert {os.getpriority(os.PRIO_PROCESS, 0)} == served
 
 
-@pytest.mark.parametrize("victim", ["shard", "matchers"])
+@pytest.mark.parametrize("victim", ["shard", pytest.param("matchers", marks=pytest.mark.rest)])
 def test_it_survives_the_death_of_what_computes_it(server: Server, victim: str) -> None:
     requests = [*(held(grammar, seed) for grammar in GRAMMARS for seed in (7, 8)), *FREE]
     undisturbed = generated(server, requests)
@@ -285,6 +285,7 @@ def test_a_server_without_grammars_refuses_them() -> None:
         assert "start the server without --disable-grammar-support" in answer.json()["error"]
 
 
+@pytest.mark.rest
 def test_the_null_model_keeps_to_grammars_too() -> None:
     with Server("--model-id", "null") as server:
         for grammar in GRAMMARS[3:]:

@@ -40,6 +40,7 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.rest
 def test_a_stopped_launcher_stalls_no_request() -> None:
     with Server("--model-id", "null") as server:
         with httpx2.Client(base_url=server.url, timeout=30) as client:

@@ -74,6 +74,7 @@ def test_a_server_that_computes_nothing_has_one_listener() -> None:
         assert {("tcp", "127.0.0.1", urlsplit(server.url).port)} == set(listeners(tree_of(server.process.pid)))
 
 
+@pytest.mark.rest
 def test_what_the_router_starts_does_not_hold_its_port() -> None:
     """Else some connections would go to such a process, which takes its time to end, once a router was killed."""
     asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}

@@ -27,9 +27,9 @@ def expected() -> list[Answer]:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--pipeline-parallel", "2"),
+        pytest.param(("--pipeline-parallel", "2"), marks=pytest.mark.rest),
         ("--pipeline-parallel", "2", "--num-shard", "2", "--micro-batches", "5", "--prefill-chunk", "16"),
-        ("--pipeline-parallel", "4", "--max-batch-size", "5"),
+        pytest.param(("--pipeline-parallel", "4", "--max-batch-size", "5"), marks=pytest.mark.rest),
     ],
 )
 def test_stages_answer_as_one_process_and_survive_kills(flags: Sequence[str], expected: list[Answer]) -> None:

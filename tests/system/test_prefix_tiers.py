@@ -26,7 +26,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(("shards", "format"), [("1", "auto"), ("2", "int8")])
+@pytest.mark.parametrize(("shards", "format"), [("1", "auto"), pytest.param("2", "int8", marks=pytest.mark.rest)])
 def test_a_prefix_survives_the_server_and_a_flipped_bit_only_costs_its_computation(
     tmp_path: Path, shards: str, format: str
 ) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx2
+import pytest
 
 from tests.running import Server, body
 
@@ -94,6 +95,7 @@ async def load(balancer: Balancer, stop: asyncio.Event, *, keeps_open: bool) -> 
     return texts
 
 
+@pytest.mark.rest
 def test_no_request_is_lost() -> None:
     async def story(servers: list[Server], after: ExitStack) -> None:
         balancer = Balancer([server.url for server in servers])

@@ -83,6 +83,7 @@ def test_a_router_that_is_stopped_is_replaced_beside_the_same_shards(server: Ser
     assert (expected, shards) == (answer(server), server.shards())
 
 
+@pytest.mark.rest
 def test_a_launcher_that_was_stopped_blames_nobody(server: Server) -> None:
     """Its own silence is not the router's: as where the machine was suspended."""
     router = server.router()
@@ -97,6 +98,7 @@ def test_a_launcher_that_was_stopped_blames_nobody(server: Server) -> None:
     assert not any(SILENT in line for line in server.lines)
 
 
+@pytest.mark.rest
 def test_a_fork_server_that_is_stopped_is_replaced() -> None:
     """A fork is waited for as long as any sign of life, and not as long as loading may take."""
     with Server("--num-shard", "2") as server, logged(server):
@@ -131,6 +133,7 @@ def test_a_shard_that_dies_while_a_router_loads_is_a_recovery(server: Server) ->
 # ------------------------------------------------------------------------------------------------------------- in pairs
 
 
+@pytest.mark.rest
 def test_a_router_that_is_stopped_and_a_shard_that_dies(server: Server) -> None:
     expected, router = answer(server), server.router()
     os.kill(router, signal.SIGSTOP)
@@ -142,6 +145,7 @@ def test_a_router_that_is_stopped_and_a_shard_that_dies(server: Server) -> None:
     assert expected == answer(server)
 
 
+@pytest.mark.rest
 def test_a_router_and_a_shard_that_are_stopped_at_once(server: Server) -> None:
     """The router that comes then asks the shards for a sign of life, and waits for none that gives none."""
     expected, router = answer(server), server.router()
@@ -154,6 +158,7 @@ def test_a_router_and_a_shard_that_are_stopped_at_once(server: Server) -> None:
     assert expected == answer(server)
 
 
+@pytest.mark.rest
 def test_a_router_that_is_stopped_while_it_makes_room_for_another(server: Server) -> None:
     expected, shards, router = answer(server), server.shards(), server.router()
     os.kill(router, signal.SIGSTOP)
@@ -164,6 +169,7 @@ def test_a_router_that_is_stopped_while_it_makes_room_for_another(server: Server
     assert (expected, shards) == (answer(server), server.shards())
 
 
+@pytest.mark.rest
 def test_a_router_that_is_stopped_holds_up_no_end(server: Server) -> None:
     """Its requests would have minutes to finish."""
     os.kill(server.router(), signal.SIGSTOP)

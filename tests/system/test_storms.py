@@ -15,8 +15,8 @@ from tests.system import kill_orders, storm
     ("main", "arguments", "seen"),
     [
         (storm.main, ("--minutes", "0.1"), "not cancelled"),
-        (kill_orders.main, ("--times", "1"), "answers"),
-        (kill_orders.main, ("--times", "1", "--pipeline-parallel", "2"), "answers"),
+        pytest.param(kill_orders.main, ("--times", "1"), "answers", marks=pytest.mark.rest),
+        pytest.param(kill_orders.main, ("--times", "1", "--pipeline-parallel", "2"), "answers", marks=pytest.mark.rest),
     ],
 )
 def test_nobody_gets_anothers_answer_and_no_stream_is_lost(

@@ -63,6 +63,7 @@ def test_killed_ranks_cost_a_pause_and_no_token(server: Server) -> None:
     assert 3 <= log.count("all shards are started again")  # on a busy machine a step may be late enough for one more
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_hangs_is_named_and_replaced(server: Server, rank: int) -> None:
     async def stop(server: Server) -> None:
@@ -79,8 +80,8 @@ def test_a_rank_that_hangs_is_named_and_replaced(server: Server, rank: int) -> N
     ("rank", "kind", "sentence"),
     [
         (1, "raise", "shard 1 stopped: RuntimeError: a tile was lost"),
-        (0, "60", "shard 0 stopped: it answers, but its step does not end"),
-        (1, "60", "shard 1 stopped: it answers, but its step does not end"),
+        pytest.param(0, "60", "shard 0 stopped: it answers, but its step does not end", marks=pytest.mark.rest),
+        pytest.param(1, "60", "shard 1 stopped: it answers, but its step does not end", marks=pytest.mark.rest),
     ],
 )
 def test_a_rank_that_fails_in_a_step_is_named_and_replaced(
@@ -98,6 +99,7 @@ def test_a_rank_that_fails_in_a_step_is_named_and_replaced(
     assert sentence in log
 
 
+@pytest.mark.rest
 def test_a_rank_that_answers_late_is_waited_for(server: Server, fault: Path) -> None:
     async def meet(server: Server) -> None:
         fault.write_text("1 0.8")
@@ -109,6 +111,7 @@ def test_a_rank_that_answers_late_is_waited_for(server: Server, fault: Path) -> 
     assert "lost the model shards" not in log
 
 
+@pytest.mark.rest
 def test_a_kill_during_the_recovery_is_survived_too(server: Server) -> None:
     async def kill_twice(server: Server) -> None:
         await asyncio.sleep(0.3)
@@ -140,6 +143,7 @@ def test_health_says_no_while_there_are_no_shards(server: Server) -> None:
     assert 200 == httpx2.get(f"{server.url}/health", timeout=30).status_code
 
 
+@pytest.mark.rest
 def test_what_an_encoder_read_survives_too(tmp_path: Path) -> None:
     save_tiny("t5", tmp_path)
     write_word_tokenizer(COMMON["vocab_size"], tmp_path)
@@ -178,7 +182,7 @@ def again(server: Server, within: float = 300) -> None:
             return
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.rest)])
 def test_a_router_is_started_again_beside_the_same_shards(number: signal.Signals) -> None:
     with Server("--num-shard", "2") as server:
         expected, shards, router = answer(server), server.shards(), server.router()
@@ -209,6 +213,7 @@ def test_a_router_and_its_shards_may_die_together() -> None:
         assert expected == answer(server)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("stages", [1, 2])
 def test_routers_and_shards_may_die_one_after_the_other(stages: int) -> None:
     """The shards that took over were asked for the KV cache of those before; a router asks for that of the settings."""
@@ -237,7 +242,7 @@ def last_event(server: Server, rank: int) -> str:
         return error
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.rest)])
 def test_where_nobody_starts_shards_again_every_stream_is_told(rank: int) -> None:
     with Server("--model-id", "null", "--num-shard", "8", "--max-deaths", "0") as server:
         assert f"shard {rank} stopped: killed by signal 9" in last_event(server, rank)
@@ -246,6 +251,7 @@ def test_where_nobody_starts_shards_again_every_stream_is_told(rank: int) -> Non
     assert f"error: shard {rank} stopped: killed by signal 9" in output.splitlines()[-1]
 
 
+@pytest.mark.rest
 def test_deaths_without_a_token_between_are_given_up() -> None:
     with Server("--model-id", "null", "--max-deaths", "3") as server:
         for death in range(3):

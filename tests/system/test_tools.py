@@ -39,7 +39,9 @@ ASKED: dict[str, Any] = {
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.fixture(scope="module", params=["json", "hermes", "mistral"])
+@pytest.fixture(
+    scope="module", params=["hermes", *(pytest.param(style, marks=pytest.mark.rest) for style in ("json", "mistral"))]
+)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with Server("--dtype", "float32", "--tool-call-parser", request.param) as running:
         yield running

@@ -112,6 +112,7 @@ async def answers_of(server: Server, asked: Sequence[dict[str, Any]]) -> list[di
     return [answer.json() for answer in await generate_all(server, list(asked))]
 
 
+@pytest.mark.rest
 def test_watermarked_texts_are_found_and_others_are_not(server: Server, tmp_path: Path) -> None:
     """The embedded model is sure of most of what it says: it takes a larger delta than random weights do."""
     prompt, found = "Once upon a time", {}
