@@ -11,7 +11,7 @@ the sum of both times. Where the system cannot be asked so (other than Linux), n
 
 Some checkpoints have scales of keys and values for a KV cache in float8: llm-compressor and its kin write one number
 for all keys of a layer and one for all values, under several names. Scales for each head are refused; what is done with
-a scale: `server/quant/kv.py`.
+a scale: `server/quantisation/kv.py`.
 
 Left out: how quantised weights are packed (`formats/`), and downloads (`hub.py`).
 """
@@ -44,7 +44,7 @@ from server.checkpoint.formats.protocol import (
     refuse_overflow,
 )
 from server.checkpoint.random_weights import RandomCheckpoint
-from server.quant.stored import QuantisedWeight, Stored
+from server.quantisation.stored import QuantisedWeight, Stored
 from server.ranks.distributed import Shard
 
 AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
