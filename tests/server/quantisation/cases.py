@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from tests.server.published import save_published
@@ -93,7 +95,7 @@ PAIRS = {
         also="lm_head",
     ),
     "bloom-torchao-bytes": Case("bloom", {"n_layer": 2}, quantised.torchao("IntxUnpackedToInt8Tensor")),
-    "t5-torchao-floats": Case("t5-gated", T5_SMALL, quantised.torchao("Float8Tensor")),
+    "t5-torchao-floats": Case("t5-gated", T5_SMALL, quantised.torchao("Float8Tensor", group=-1)),
     "mixtral-torchao-bytes": Case("mixtral", SMALL, quantised.torchao("IntxUnpackedToInt8Tensor")),
     "mixtral-quark-mxfp4": Case("mixtral", SMALL, quantised.quark_mxfp4()),
     "mistral-awq": Case("mistral", SMALL, quantised.awq(32)),
@@ -152,6 +154,21 @@ def save(name: str, folder: Path) -> dict[str, Layer]:
     else:
         save_published(case.family, folder / "source")
     return quantised.quantise(folder / "source", folder, case.how, also=case.also, others=case.others)
+
+
+def in_pairs(*choices: Sequence[Any]) -> list[Any]:
+    """All combinations, for `parametrize`: in the suite a few that have every two choices together.
+
+    The others are run by `make test-formats`.
+    """
+    product = list(itertools.product(*choices))
+    pairs = {one: set(itertools.combinations(enumerate(one), 2)) for one in product}
+    missing, chosen = set().union(*pairs.values()), set()
+    while missing:
+        best = max(product, key=lambda one: len(pairs[one] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return [pytest.param(*one, marks=[] if one in chosen else [pytest.mark.formats]) for one in product]
 
 
 Quantised = Callable[[str], tuple[Path, dict[str, Layer]]]

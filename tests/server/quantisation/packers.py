@@ -94,30 +94,6 @@ def compressed_packed(
     return tensors
 
 
-def compressed_plain(
-    codes: Tensor,
-    scale: Tensor,
-    *,
-    zero: Tensor | None = None,
-    input_scale: Tensor | None = None,
-    input_zero: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """int-quantized of int8 codes, float-quantized of float8 codes; scale [1], [F, 1] or [F, G], or of blocks."""
-    optional = {"weight_zero_point": zero, "input_scale": input_scale, "input_zero_point": input_zero}
-    kept = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    return {"weight": codes, "weight_scale": scale, **kept}
-
-
-def float8(codes: Tensor, scale: Tensor, *, input_scale: Tensor | None = None) -> dict[str, Tensor]:
-    """float8 codes with a scale of all [] or of each row [F, 1]."""
-    return {"weight": codes, "weight_scale": scale, **({} if input_scale is None else {"input_scale": input_scale})}
-
-
-def float8_blocks(codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """float8 codes, and what each block of 128 × 128 is multiplied with, in spite of the name."""
-    return {"weight": codes, "weight_scale_inv": scale}
-
-
 def quark_words(codes: Tensor, order: str) -> Tensor:
     """codes [R, n] of 4 bits → int32 [R, n / 8]: eight neighbours in AWQ's order (reorder), or in theirs (order)."""
     places = [0, 2, 4, 6, 1, 3, 5, 7] if order == "reorder" else [*range(8)]

@@ -7,6 +7,7 @@ rounded too, `Layer.emulated` is what the layer must compute, from the definitio
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -94,8 +95,15 @@ class How:
     note: str | None = None
 
 
-def groups_of(size: int, inputs: int) -> Tensor:
-    return torch.arange(inputs) // (size if size > 0 else inputs)
+def groups_of(size: int, inputs: int, *, is_ordered: bool = True) -> Tensor:
+    groups = torch.arange(inputs) // (size if size > 0 else inputs)
+    return groups if is_ordered else groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(5))]
+
+
+def largest_of(weight: Tensor, groups: Tensor) -> Tensor:
+    """[F, G]: the largest magnitude of each row's group."""
+    found = torch.zeros(len(weight), int(groups.max()) + 1)
+    return found.scatter_reduce_(1, groups.expand_as(weight), weight.abs(), "amax")
 
 
 def to_levels(weight: Tensor, groups: Tensor, bits: int, *, is_symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,12 +125,9 @@ def gptq(bits: int, group_size: int, *, version: int = 1, is_ordered: bool = Tru
               "sym": is_symmetric, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}  # fmt: skip
 
     def pack(weight: Tensor) -> Layer:
-        groups = groups_of(group_size, weight.shape[1])
-        if not is_ordered:
-            groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(5))]
+        groups = groups_of(group_size, weight.shape[1], is_ordered=is_ordered)
         codes, scale, zero = to_levels(weight, groups, bits, is_symmetric=is_symmetric)
-        tensors = packers.gptq(codes, scale, zero, groups, bits, version=version)
-        return Layer(tensors, codes, scale, groups, zero)
+        return Layer(packers.gptq(codes, scale, zero, groups, bits, version=version), codes, scale, groups, zero)
 
     return How(config, pack)
 
@@ -144,80 +149,86 @@ def _compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | N
             "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*gate$"]}  # fmt: skip
 
 
-def compressed_packed(bits: int, group_size: int, *, is_symmetric: bool) -> How:
+def compressed_packed(bits: int, group_size: int, *, is_symmetric: bool, is_ordered: bool = True) -> How:
     strategy = {"strategy": "group", "group_size": group_size} if group_size > 0 else {"strategy": "channel"}
     config = _compressed(
         "pack-quantized", {"num_bits": bits, "type": "int", "symmetric": is_symmetric, **strategy}, None
     )
 
     def pack(weight: Tensor) -> Layer:
-        groups = groups_of(group_size, weight.shape[1])
+        groups = groups_of(group_size, weight.shape[1], is_ordered=is_ordered)
         codes, scale, zero = to_levels(weight, groups, bits, is_symmetric=is_symmetric)
         half = 1 << (bits - 1)
-        tensors = packers.compressed_packed(codes - half, scale, bits, zero=None if is_symmetric else zero - half)
-        return Layer(tensors, codes, scale, groups, zero)
+        given = {"zero": None if is_symmetric else zero - half, "groups": None if is_ordered else groups}
+        return Layer(packers.compressed_packed(codes - half, scale, bits, **given), codes, scale, groups, zero)
 
     return How(config, pack)
 
 
-def compressed_int8(*, is_fixed: bool, is_symmetric: bool = True) -> How:
-    """W8A8. is_fixed: inputs have one scale, and where they are not symmetric a zero; weights are symmetric."""
+def compressed_int8(
+    *, is_fixed: bool, is_symmetric: bool = True, strategy: str = "channel", has_zero: bool = False
+) -> How:
+    """W8A8. is_fixed: inputs have one scale, and where they are not symmetric a zero; others: of weights."""
     inputs = Rounded(True, scale=0.0625 if is_fixed else None, zero=0 if is_symmetric else -9)
+    size = {"group_size": 32} if strategy == "group" else {}
     config = _compressed(
         "int-quantized",
-        {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+        {"num_bits": 8, "type": "int", "symmetric": not has_zero, "strategy": strategy, **size},
         {"num_bits": 8, "type": "int", "symmetric": is_symmetric, "dynamic": not is_fixed,
          "strategy": "tensor" if is_fixed else "token"},
     )  # fmt: skip
 
     def pack(weight: Tensor) -> Layer:
-        groups = groups_of(-1, weight.shape[1])
-        codes, scale, _ = to_levels(weight, groups, 8, is_symmetric=True)
-        codes = (codes - 128).to(torch.int8)
-        tensors = packers.compressed_plain(
-            codes,
-            scale.half(),
-            input_scale=None if inputs.scale is None else torch.tensor([inputs.scale]),
-            input_zero=torch.tensor([inputs.zero], dtype=torch.int8) if inputs.zero else None,
-        )
-        return Layer(tensors, codes, scale, groups, inputs=inputs)
+        groups, of_all = groups_of(size.get("group_size", -1), weight.shape[1]), strategy == "tensor"
+        looked_at = weight.reshape(1, -1) if of_all else weight
+        of_groups = torch.zeros(weight.numel(), dtype=torch.int64) if of_all else groups
+        codes, scale, zero = to_levels(looked_at, of_groups, 8, is_symmetric=not has_zero)
+        codes, zero = (codes.view(weight.shape) - 128).to(torch.int8), zero - 128
+        tensors = {"weight": codes, "weight_scale": scale[0].half() if of_all else scale.half()}
+        if has_zero:
+            tensors["weight_zero_point"] = (zero[0] if of_all else zero).to(torch.int8)
+        if inputs.scale is not None:
+            tensors["input_scale"] = torch.tensor([inputs.scale])
+        if inputs.zero:
+            tensors["input_zero_point"] = torch.tensor([inputs.zero], dtype=torch.int8)
+        scale, zero = scale.expand(len(weight), -1), zero.expand(len(weight), -1)
+        return Layer(tensors, codes, scale, groups, zero if has_zero else None, inputs)
 
     return How(config, pack)
 
 
-def float8(publisher: str, strategy: str, *, is_fixed: bool = False, block: int = 32) -> How:
+def float8(publisher: str, strategy: str, *, is_fixed: bool = False, block: tuple[int, int] = (32, 32)) -> How:
     """publisher: compressed-tensors, fp8 or fbgemm_fp8; strategy: of the weights' scales, tensor, channel or block."""
-    inputs = Rounded(False, scale=0.03125 if is_fixed else None, group=block if strategy == "block" else 0)
+    in_blocks = strategy == "block"
+    inputs = Rounded(False, scale=0.03125 if is_fixed else None, group=block[1] if in_blocks and not is_fixed else 0)
     config: dict[str, Any] = {"quant_method": publisher, "activation_scheme": "static" if is_fixed else "dynamic"}
     if publisher == "fbgemm_fp8":
         config = {"quant_method": publisher, "activation_scale_ub": 1200.0}
     elif publisher == "compressed-tensors":
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+        weights |= {"block_structure": [*block]} if in_blocks else {}
         given = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": not is_fixed}
-        config = _compressed("float-quantized", weights, given | {"strategy": "tensor" if is_fixed else "token"})
-    elif strategy == "block":
-        config["weight_block_size"] = [block, block]
+        given |= {"strategy": "tensor" if is_fixed else "group" if in_blocks else "token"}
+        given |= {"group_size": block[1]} if in_blocks and not is_fixed else {}
+        config = _compressed("float-quantized", weights, given)
+    elif in_blocks:
+        config["weight_block_size"] = [*block]
 
     def pack(weight: Tensor) -> Layer:
-        rows, groups = groups_of(block, len(weight)), groups_of(block, weight.shape[1])
-        if strategy != "block":
+        rows, groups = groups_of(block[0], len(weight)), groups_of(block[1], weight.shape[1])
+        if not in_blocks:
             groups = torch.zeros_like(groups)
             rows = torch.arange(len(weight)) if strategy == "channel" else torch.zeros_like(rows)
         largest = torch.zeros(int(rows.max()) + 1, weight.shape[1])
         largest.scatter_reduce_(0, rows[:, None].expand_as(weight), weight.abs(), "amax")
-        stored = torch.zeros(len(largest), int(groups.max()) + 1)
-        stored = stored.scatter_reduce_(1, groups.expand_as(largest), largest, "amax") / 448
+        stored = largest_of(largest, groups) / 448
         scale = stored[rows]
         codes = (weight / scale[:, groups]).clamp(-448, 448).to(FLOAT8)
-        given = None if inputs.scale is None else torch.tensor(inputs.scale)
-        if strategy == "block":
-            tensors = packers.float8_blocks(codes, stored)
-        elif publisher == "compressed-tensors":
-            of_all = strategy == "tensor"
-            tensors = packers.compressed_plain(codes, stored[0] if of_all else stored, input_scale=given)
-        else:
-            tensors = packers.float8(codes, stored.squeeze() if strategy == "tensor" else stored, input_scale=given)
-        return Layer(tensors, codes, scale, groups, inputs=inputs)
+        is_of_fp8 = publisher != "compressed-tensors"
+        number = (stored.squeeze() if is_of_fp8 else stored[0]) if strategy == "tensor" else stored
+        name = "weight_scale_inv" if in_blocks and is_of_fp8 else "weight_scale"
+        given = {} if inputs.scale is None else {"input_scale": torch.tensor(inputs.scale)}
+        return Layer({"weight": codes, name: number, **given}, codes, scale, groups, inputs=inputs)
 
     return How(config, pack)
 
@@ -227,13 +238,11 @@ MX_FLOAT = {"type": "float", "symmetric": True, "strategy": "group", "group_size
 
 def _powers_of_2(weight: Tensor, groups: Tensor, most: float) -> Tensor:
     """[F, G]: the least with which no weight is above `most`."""
-    largest = torch.zeros(len(weight), int(groups.max()) + 1)
-    largest = largest.scatter_reduce_(1, groups.expand_as(weight), weight.abs(), "amax")
-    return torch.exp2((largest / most).clamp(min=2.0**-120).log2().ceil())
+    return torch.exp2((largest_of(weight, groups) / most).clamp(min=2.0**-120).log2().ceil())
 
 
 def _nearest(values: Tensor, levels: Tensor) -> Tensor:
-    return (values - levels[:, None, None]).abs().argmin(0)
+    return (values[..., None] - levels).abs().argmin(-1)
 
 
 def nvfp4(publisher: str) -> How:
@@ -245,16 +254,13 @@ def nvfp4(publisher: str) -> How:
     )
     if publisher == "modelopt":
         config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*layers.0.nothing*"]}
-    levels, pack_as = (
-        torch.tensor(packers.FLOAT4),
-        {"modelopt": packers.nvfp4_of_modelopt}.get(publisher, packers.nvfp4),
-    )
+    levels, pack_as = torch.tensor(packers.FLOAT4), packers.nvfp4
+    if publisher == "modelopt":
+        pack_as = packers.nvfp4_of_modelopt
 
     def pack(weight: Tensor) -> Layer:
         groups, of_all = groups_of(16, weight.shape[1]), 448 * 6 / float(weight.abs().max())
-        largest = torch.zeros(len(weight), int(groups.max()) + 1)
-        largest = largest.scatter_reduce_(1, groups.expand_as(weight), weight.abs(), "amax")
-        stored = (largest / 6 * of_all).clamp(min=0.01).to(FLOAT8)
+        stored = (largest_of(weight, groups) / 6 * of_all).clamp(min=0.01).to(FLOAT8)
         scale = stored.float() / of_all
         codes = _nearest(weight / scale[:, groups], levels)
         return Layer(pack_as(codes, stored.float(), of_all), levels[codes], scale, groups)
@@ -363,65 +369,79 @@ def auto_round(packing: str) -> How:
     return How(config, packed_as.pack)
 
 
-def bitsandbytes(kind: str, *, is_nested: bool, storage: str = "uint8") -> How:
+def bitsandbytes(kind: str, *, is_nested: bool, storage: str = "uint8", block: int = 64) -> How:
+    """block: numbers that follow one another and share a magnitude, in one row or in several."""
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
               "bnb_4bit_use_double_quant": is_nested, "bnb_4bit_quant_storage": storage}  # fmt: skip
     levels = torch.tensor(packers.NF4 if kind == "nf4" else packers.FP4)
 
     def pack(weight: Tensor) -> Layer:
-        largest = weight.reshape(-1, 64).abs().amax(1)
+        filled = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % block))
+        largest = filled.view(-1, block).abs().amax(1)
         nested, stored = None, largest
         if is_nested:
             of_codes, offset = torch.linspace(-1, 1, 256), float(largest.mean())
             centred = torch.nn.functional.pad(largest - offset, (0, -len(largest) % 256)).reshape(-1, 256)
-            magnitudes = centred.abs().amax(1)
-            coarse = (centred / magnitudes[:, None] - of_codes[:, None, None]).abs().argmin(0)
+            magnitudes = centred.abs().amax(1).clamp(min=1e-6)
+            coarse = _nearest(centred / magnitudes[:, None], of_codes)
             stored = coarse.flatten()[: len(largest)].to(torch.uint8)
             largest = (of_codes[coarse] * magnitudes[:, None]).flatten()[: len(largest)] + offset
             nested = (of_codes, magnitudes, offset)
-        scale = largest.reshape(len(weight), -1)
-        groups = groups_of(64, weight.shape[1])
-        codes = (weight / scale[:, groups] - levels[:, None, None]).abs().argmin(0)
-        tensors = packers.bitsandbytes(codes, stored, kind, nested=nested)
+        size = math.gcd(block, weight.shape[1])
+        scale = largest.repeat_interleave(block // size)[: weight.numel() // size].view(len(weight), -1)
+        groups = groups_of(size, weight.shape[1])
+        codes = _nearest(weight / scale[:, groups], levels)
+        tensors = packers.bitsandbytes(codes, stored, kind, block=block, nested=nested)
         tensors["weight"] = tensors["weight"].view(-1).view(getattr(torch, storage)).view(-1, 1)
         return Layer(tensors, levels[codes], scale, groups)
 
     return How(config, pack)
 
 
-TORCHAO = {
-    "Int4Tensor": ("Int4WeightOnlyConfig", {"group_size": 32, "int4_packing_format": "PLAIN"}),
-    "Int4PlainInt32Tensor": ("Int4WeightOnlyConfig", {"group_size": 32, "int4_packing_format": "PLAIN_INT32"}),
-    "Float8Tensor": ("Float8WeightOnlyConfig", {"granularity": {"_type": "PerTensor", "_data": {}}}),
-    "IntxUnpackedToInt8Tensor": (
-        "IntxWeightOnlyConfig",
-        {
-            "weight_dtype": {"_type": "torch.dtype", "_data": "int4"},
-            "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"},
-            "granularity": {"_type": "PerGroup", "_data": {"group_size": 32}},
-        },
-    ),
+CLASSES = {
+    "Int4Tensor": "Int4WeightOnlyConfig",
+    "Int4PlainInt32Tensor": "Int4WeightOnlyConfig",
+    "Int8Tensor": "Int8WeightOnlyConfig",
+    "Float8Tensor": "Float8WeightOnlyConfig",
+    "IntxUnpackedToInt8Tensor": "IntxWeightOnlyConfig",
 }
+SYMMETRIC = "SYMMETRIC"
 
 
-def torchao(kind: str) -> How:
-    """kind: the class of its tensors; those of floats share one scale, all others have 4 bits in groups."""
-    name, data = TORCHAO[kind]
-    config = {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_version": 2, "_data": data}}}
+def torchao(kind: str, *, group: int = 32, bits: int = 4, mapping: str = "ASYMMETRIC") -> How:
+    """kind: the class of its tensors; group: 0: each row has a scale; -1: there is one of all."""
+    granularity = {"_type": "PerGroup", "_data": {"group_size": group}}
+    if group <= 0:
+        granularity = {"_type": "PerTensor" if group else "PerRow", "_data": {}}
+    data: dict[str, Any] = {"granularity": granularity}
+    if kind.startswith("Int4"):
+        packing = {"_type": "Int4PackingFormat", "_data": "PLAIN" if kind == "Int4Tensor" else "PLAIN_INT32"}
+        data = {"group_size": group, "int4_packing_format": packing}
+    elif kind == "IntxUnpackedToInt8Tensor":
+        data["weight_dtype"] = {"_type": "torch.dtype", "_data": f"int{bits}"}
+        data["mapping_type"] = {"_type": "MappingType", "_data": mapping}
+        if group <= 0:
+            data["granularity"] = {"_type": "PerAxis", "_data": {"axis": 0}}
+    quant_type = {"default": {"_type": CLASSES[kind], "_version": 2, "_data": data}}
 
     def pack(weight: Tensor) -> Layer:
-        if kind == "Float8Tensor":
-            layer = float8("fp8", "tensor").pack(weight)
-            tensors = packers.torchao(kind, layer.codes, layer.tensors["weight_scale"].reshape(1, 1))
-            return replace(layer, tensors=tensors, inputs=None)
-        groups = groups_of(32, weight.shape[1])
-        codes, scale, zero = to_levels(weight, groups, 4, is_symmetric=False)
+        groups = groups_of(group, weight.shape[1])
+        if kind in ("Float8Tensor", "Int8Tensor"):
+            most = 448 if kind == "Float8Tensor" else 127
+            scale = largest_of(weight, groups) / most
+            scale = scale.amax(keepdim=True).expand(len(weight), 1) if group < 0 else scale
+            exact = weight / scale[:, groups]
+            codes = exact.to(FLOAT8) if kind == "Float8Tensor" else exact.round().to(torch.int8)
+            tensors = packers.torchao(kind, codes, scale[:1] if group < 0 else scale)
+            return Layer(tensors, codes, scale, groups)
+        codes, scale, zero = to_levels(weight, groups, bits, is_symmetric=mapping.startswith(SYMMETRIC))
         if kind == "Int4PlainInt32Tensor":
             return Layer(packers.torchao(kind, codes, scale, zero), codes, scale, groups, zero)
-        signed, raised_by = codes - 8, (8 - zero) * scale
-        return Layer(packers.torchao(kind, signed, scale, zero - 8, raised_by), codes, scale, groups, zero)
+        half = 1 << (bits - 1)
+        raised_by = (half - zero) * scale
+        return Layer(packers.torchao(kind, codes - half, scale, zero - half, raised_by), codes, scale, groups, zero)
 
-    return How(config, pack, note=packers.torchao_note(kind))
+    return How({"quant_method": "torchao", "quant_type": quant_type}, pack, note=packers.torchao_note(kind))
 
 
 def bitsandbytes_int8() -> How:

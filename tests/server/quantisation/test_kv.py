@@ -5,9 +5,6 @@ Shapes: T tokens, K kv heads, H head dim, B blocks, P tokens per block.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,12 +17,9 @@ from server.backends.reference.attention import BatchedAttention, ReferenceAtten
 from server.blocks import BLOCK_SIZE
 from server.config import KV_CACHE_DTYPES
 from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat
-from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
-from tests.running import ROOT
 from tests.server.backends.test_attention import SLOPES, STEPS, step_of
 from tests.server.driver import Prompt, all_logits, generate, load_engine
-from tests.server.ranks.tensor_parallel import tokens
 from tests.server.tiny import save_tiny
 
 QUANTISED = [name for name in KV_FORMATS if name != AS_COMPUTED.name]
@@ -138,24 +132,6 @@ def test_logits_are_near_those_of_a_float32_cache(case: str, name: str, most: fl
     expected, found = (all_logits(load_engine(tmp_path, kv_cache=kind), token_ids) for kind in ("auto", name))
     difference = (expected - found).norm() / expected.norm()
     assert 0 < difference <= most
-
-
-def test_two_ranks_generate_the_tokens_of_one(tmp_path: Path) -> None:
-    save_tiny("bloom", tmp_path / "bloom")
-    save_tiny("llama", tmp_path / "llama")
-    wanted = [f"{tmp_path / case}+{name}" for case in ("bloom", "llama") for name in QUANTISED]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.server.ranks.tensor_parallel",
-        "2",
-        f"file://{tmp_path / 'meeting'}",
-        *wanted,
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert 0 == result.returncode, result.stderr
-    expected = {folder: tokens(folder, Shard()) for folder in wanted}
-    assert [expected, expected] == json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("place", ["self_attn.{}_scale", "self_attn.{}_proj.output_scale"])

@@ -28,14 +28,22 @@ from server.quantisation import sizes
 from server.quantisation.configs import Budget
 from server.quantisation.exclusions import Names
 from server.quantisation.stored import QuantisedWeight
+from tests.server.driver import load_engine
 from tests.server.quantisation import packers, quantised
-from tests.server.quantisation.cases import Quantised
+from tests.server.quantisation.cases import Quantised, with_config
+from tests.server.quantisation.quantised import How
 from tests.server.test_service import config_of
 from tests.server.tiny import save_tiny
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8, MODELOPT = {"quant_method": "fp8"}, {"quant_method": "modelopt"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+QUARK = quantised.quark("int8", -1, is_symmetric=True).config
+NAN, INF = float("nan"), float("inf")
 
 
 def compressed(format: str = "int-quantized", *, inputs: object = None, **weights: object) -> dict[str, Any]:
@@ -43,231 +51,33 @@ def compressed(format: str = "int-quantized", *, inputs: object = None, **weight
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
-QUARK = quantised.quark("int8", -1, is_symmetric=True).config
+def of_group(**changes: object) -> dict[str, Any]:
+    return compressed() | {"config_groups": {"group_0": compressed()["config_groups"]["group_0"] | changes}}
 
 
-def of_quark(**changes: object) -> dict[str, Any]:
+def of_blocks(block: object) -> dict[str, Any]:
+    return compressed(strategy="block", block_structure=block)
+
+
+def of_entry(**changes: object) -> dict[str, Any]:
+    """Quark's, with another entry for all layers."""
     return {**QUARK, "global_quant_config": QUARK["global_quant_config"] | changes}
 
 
 def quark(**changes: object) -> dict[str, Any]:
-    return of_quark(weight=QUARK["global_quant_config"]["weight"] | changes)
+    return of_entry(weight=QUARK["global_quant_config"]["weight"] | changes)
 
 
-BY_CONFIG = {
-    "exl2": ({"quant_method": "exl2", "bits": 4.25}, r"'exl2'.*not served.*take a gptq, awq or compressed"),
-    "marlin": ({"quant_method": "marlin"}, r"'marlin'.*not served.*take a gptq, awq or"),
-    "gptq in marlin": (GPTQ | {"is_marlin_format": True}, r"'marlin' of a gptq checkpoint.*gptq and gptq_v2 are, take"),
-    "gptq as marlin": (GPTQ | {"checkpoint_format": "marlin"}, r"'marlin' of a gptq checkpoint.*take a checkpoint"),
-    "awq as marlin": (AWQ | {"version": "marlin"}, r"'marlin' of an awq checkpoint.*gemm is, take a checkpoint"),
-    "awq gemv": (AWQ | {"version": "GEMV"}, r"'gemv' of an awq checkpoint.*gemm is, take a checkpoint"),
-    "llm-awq": (AWQ | {"backend": "llm-awq"}, r"'llm-awq' of an awq checkpoint.*autoawq is, take"),
-    "gguf": ({"quant_method": "gguf"}, r"'gguf'.*not served.*take a gptq, awq or"),
-    "quip": ({"quant_method": "quip"}, r"'quip'.*not served.*take a gptq, awq or"),
-    "aqlm": ({"quant_method": "aqlm"}, r"'aqlm'.*not served.*take a gptq, awq or"),
-    "hqq": ({"quant_method": "hqq"}, r"'hqq'.*not served.*in 16 bits, with --quantize int4"),
-    "eetq": ({"quant_method": "eetq"}, r"'eetq'.*not served.*in 16 bits, with --quantize eetq"),
-    "torchao": (
-        {"quant_method": "torchao"},
-        r"`quant_type` of a torchao.*must be an object.*transformers.*anew with 5",
-    ),
-    "mxfp4": ({"quant_method": "mxfp4"}, r"'mxfp4'.*not served.*take an fp8 or compressed-tensors"),
-    "modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-        r"`quant_algo` 'W4A8_AWQ' of a modelopt checkpoint is not served: FP8, .*, NVFP4, .* are",
-    ),
-    "auto-round in float": (
-        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8_static"},
-        r"`packing_format` 'auto_round:fp8_static' of an auto-round checkpoint is not served: .* are",
-    ),
-    "auto-round rotated": (
-        {"quant_method": "auto-round", "bits": 4, "rotation_config": {"hadamard_type": "hadamard"}},
-        r"`rotation_config` .* of an auto-round checkpoint is not served: .* without rotations are",
-    ),
-    "auto-round with int8 inputs": (
-        {"quant_method": "auto-round", "bits": 4, "act_bits": 8},
-        r"`data_type` 'int' with inputs of 8 bits of an auto-round .*: int with inputs as they are is, export it so",
-    ),
-    "gptq of several versions": (
-        GPTQ | {"dynamic": {"+:.*": {"format": "marlin"}}},
-        r"`format` 'marlin' of '\+:\.\*' in `dynamic` of a gptq checkpoint is not served: all layers must",
-    ),
-    "gptq rotated": (
-        GPTQ | {"rotation": "hadamard"},
-        r"`rotation` 'hadamard' of a gptq checkpoint is not served: null is",
-    ),
-    "gptq with an adapter": (GPTQ | {"adapter": {"path": "a"}}, r"`adapter` .* of a gptq checkpoint is not served"),
-    "fp8 with other scales": (
-        {"quant_method": "fp8", "scale_fmt": "ue4m3"},
-        r"`scale_fmt` 'ue4m3' of an fp8 checkpoint is not served: float or ue8m0 is",
-    ),
-    "bitsandbytes in 4 and 8 bits": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
-        r"`load_in_8bit` and `load_in_4bit` of a bitsandbytes checkpoint exclude each other: give one",
-    ),
-    "quanto without its name": (
-        {"weights": "int8", "activations": None},
-        r"'quanto'.*not served.*--quantize int8 or int4",
-    ),
-    "hqq without its name": ({"weight_quant_params": {"nbits": 4}}, r"'hqq'.*not served.*--quantize int4"),
-    "quark without its name": (
-        {"global_quant_config": {"weight": {}}},
-        r"`pack_method` in `export` of a quark checkpoint must be reorder or order\. Given: None; take a checkp",
-    ),
-    "quark in float6": (quark(dtype="fp6_e2m3"), r"`dtype` 'fp6_e2m3' .*: for weights int4, .*, fp4 are; take another"),
-    "quark in blocks": (
-        quark(dtype="fp8_e4m3", qscheme="per_block"),
-        r"'per_block'.*fp8_e4m3 per_tensor, per_channel is",
-    ),
-    "quark of inputs": (quark(ch_axis=1), r"`ch_axis` 1 of a quark checkpoint is not served: .*per_channel 0 is; take"),
-    "quark with other exponents": (quark(scale_format="e5m3"), r"`scale_format` 'e5m3' .*weights in int8 float32 is"),
-    "quark with zeros of floats": (
-        quark(zero_point_type="float32"),
-        r"`zero_point_type` 'float32' of `weight` .*int32 is",
-    ),
-    "quark in several steps": (
-        of_quark(weight=[{}, {}]),
-        r"`weight` \[{}, {}\] .*an object is, of a single step of round",
-    ),
-    "quark with inputs of another kind": (
-        of_quark(input_tensors={"dtype": "fp8_e4m3"}),
-        r"`dtype` 'fp8_e4m3' .*for `input_tensors` beside weights of rows in int8 or fp8_e4m3 the same is, or inputs",
-    ),
-    "quark with scales of features": (
-        of_quark(input_tensors={"dtype": "int8", "qscheme": "per_channel", "ch_axis": -1, "is_dynamic": True}),
-        r"`qscheme` 'per_channel' .*for `input_tensors` per_tensor is, and where they are dynamic per_channel along 1",
-    ),
-    "quark with zeros of tokens": (
-        of_quark(input_tensors={"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": True, "symmetric": False}),
-        r"`symmetric` False of a quark checkpoint is not served: for `input_tensors` that are dynamic true is; take",
-    ),
-    "quark with inputs alone": (
-        of_quark(weight=None, input_tensors={"dtype": "int8"}),
-        r"`input_tensors` .*is a `weight`",
-    ),
-    "quark with biases": (of_quark(bias={"dtype": "int8"}), r"`bias` .* of a quark checkpoint is not served: null is"),
-    "quark with outputs": (
-        of_quark(output_tensors={"dtype": "int8"}),
-        r"`output_tensors` .*served where `kv_cache_quant_config` has them too, and other layers have some: take",
-    ),
-    "quark with keys in int8": (
-        QUARK
-        | {"kv_cache_quant_config": {"*k_proj": of_quark(output_tensors={"dtype": "int8"})["global_quant_config"]}},
-        r"`dtype` 'int8' of `output_tensors` of a quark checkpoint is not served: fp8_e4m3 is; take another",
-    ),
-    "quark that is dense": (
-        QUARK | {"export": {"pack_method": "order", "weight_format": "fake_quantized"}},
-        r"`weight_format` 'fake_quantized' of `export` of a quark checkpoint is not served: real_quantized is",
-    ),
-    "quark in another order": (
-        QUARK | {"export": {"pack_method": "best"}},
-        r"must be reorder or order\. Given: 'best'",
-    ),
-    "quark rotated": (
-        QUARK | {"algo_config": [{"name": "awq"}, {"name": "rotation", "r1": True, "r4": True}]},
-        r"`algo_config` 'rotation' .*: smooth, .* are, and rotation without r3, r4, online_r1_rotation, since they",
-    ),
-    "quark of an algorithm without settings": (QUARK | {"algo_config": ["svdquant"]}, r"'svdquant' .* is not served"),
-    "quark of low rank": (QUARK | {"algo_config": {"name": "svdquant"}}, r"`algo_config` 'svdquant' .* is not served"),
-    "quark with attention": (
-        QUARK | {"softmax_quant_spec": {"dtype": "fp8_e4m3"}},
-        r"`softmax_quant_spec` .*null is; take",
-    ),
-    "quark with tables": (
-        QUARK | {"layer_type_quant_config": {"Embedding": {}}},
-        r"`layer_type_quant_config` 'Embedding' of a quark checkpoint is not served: Linear is; take another",
-    ),
-    "quark by letters": (QUARK | {"exclude": ["*.[01].*"]}, r"`exclude` .*: for patterns of names \* and \? are; take"),
-    "quark with more": (
-        QUARK | {"best": 1},
-        r"`best` 1 of a quark checkpoint is not known, and might change what codes",
-    ),
-    "quark as awq with signs": (
-        AWQ | {"zero_point": False, "pack_method": "reorder"},
-        r"`zero_point` false of an awq checkpoint that Quark wrote is not served, since its codes are signed: export",
-    ),
-    "quark as awq in order": (AWQ | {"pack_method": "order"}, r"`pack_method` 'order' of an awq .*: reorder is; take"),
-    "torchao without its name": ({"quant_type": {"default": {}}}, r"`quant_type` of a torchao.*must be an object"),
-    "sparse without a method": (
-        {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        r"'sparse-24-bitmask', and only dense is served: write it dense",
-    ),
-    "unknown": ({"quant_method": "best4"}, r"'best4'.*not served: gptq, awq,.*take another checkpoint"),
-    "no method": ({"bits": 4}, r"`quant_method` None.*not served"),
-    "no object": ("gptq", r"must be an object\. Given: 'gptq'; download config\.json again"),
-    "gptq bits": (GPTQ | {"bits": 5}, r"must be 2, 3, 4 or 8\. Given: 5; take another"),
-    "gptq group": (GPTQ | {"group_size": 0}, r"must be -1 or a number of inputs from 8 to .*\. Given: 0; take"),
-    "gptq words": (GPTQ | {"pack_dtype": "int16"}, r"'int16'.*int32 is, convert it"),
-    "gptq rule": (GPTQ | {"dynamic": {"+:.*": {"bits": 6}}}, r"must be 2, 3, 4 or 8\. Given: 6"),
-    "awq bits": (AWQ | {"bits": 3}, r"must be 4\. Given: 3; take another"),
-    "awq group": (AWQ | {"group_size": "all"}, r"must be -1 or a number of inputs from 8 to .* 'all'; take"),
-    "fp8 scheme": ({"quant_method": "fp8", "activation_scheme": "best"}, r"must be dynamic or static\. Given: 'best'"),
-    "fp8 block": ({"quant_method": "fp8", "weight_block_size": [128]}, r"must be two numbers.*Given: \[128\]"),
-    "fp8 kind": ({"quant_method": "fp8", "fmt": "e5m2"}, r"'e5m2'.*e4m3 is, take another"),
-    "bitsandbytes words": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "complex64"},
-        r"'complex64'.*not served: uint8, int8, float16, bfloat16, float32, float64 are",
-    ),
-    "compressed format": (compressed("mxfp6-pack-quantized"), r"'mxfp6-pack-quantized'.*pack-quantized, int-quantized"),
-    "nvfp4 of integers": (
-        compressed("nvfp4-pack-quantized"),
-        r"type 'int' with 8 bits .*'nvfp4-pack.*: float with 4 are",
-    ),
-    "nvfp4 in rows": (
-        compressed("nvfp4-pack-quantized", num_bits=4, type="float"),
-        r"'channel' of weights is not served in format 'nvfp4-pack-quantized': tensor_group is, write",
-    ),
-    "mxfp4 with zeros": (
-        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=False),
-        r"`symmetric` false of weights is not served in format 'mxfp4-pack-quantized': true is",
-    ),
-    "marlin-24": (compressed("marlin-24"), r"'marlin-24'.*not served: pack-quantized"),
-    "compressed bits": (compressed(num_bits=6), r"type 'int' with 6 bits.*int with 4, 8, and float with 8 are"),
-    "compressed packed bits": (compressed("pack-quantized", num_bits=5), r"with 5 bits.*int with 2, 3, 4, 8 are"),
-    "compressed strategy": (compressed(strategy="tensor_group"), r"'tensor_group'.*tensor, channel, group, block are"),
-    "compressed group": (compressed(strategy="group", group_size=0), r"a number of inputs from 8 to .*\. Given: 0"),
-    "compressed block": (compressed(strategy="block", block_structure=[1]), r"two numbers.*Given: \[1\]"),
-    "compressed inputs": (compressed(inputs={"num_bits": 4}), r"with 4 bits are not served: int or float with 8 are"),
-    "compressed asymmetric": (
-        compressed(inputs={"num_bits": 8, "dynamic": True, "symmetric": False}),
-        r"dynamic and not symmetric.*write it with symmetric ones",
-    ),
-    "compressed fixed": (compressed(inputs={"num_bits": 8, "strategy": "channel"}), r"'channel'.*`tensor` is, write"),
-    "compressed sparse": (compressed() | {"sparsity_config": {"format": "sparse-24"}}, r"'sparse-24'.*write it dense"),
-    "compressed rotations": (
-        compressed() | {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
-        r"rotation 'R4' in `transform_config` is of 'input', and only those of weights are served.*without R3 and R4",
-    ),
-    "bitsandbytes of a third kind": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
-        r"`bnb_4bit_quant_type` 'int4' .*not served: nf4 and fp4 are, take another checkpoint",
-    ),
-    "auto-round as awq in 8 bits here and there": (
-        {
-            "quant_method": "auto-round",
-            "bits": 4,
-            "group_size": 32,
-            "packing_format": "auto_round:auto_awq",
-            "extra_config": {"a.b": {"bits": 8}},
-        },
-        r"`extra_config` .* packs 'a\.b' otherwise than its other layers, which is not served in auto_round:auto_awq",
-    ),
-    "auto-round with layers of other floats": (
-        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "extra_config": {"a.b": {"data_type": "mx_fp"}}},
-        r"`data_type` 'mx_fp' of 'a\.b' in `extra_config` .*not served: all layers must have the same, export it so",
-    ),
-    "auto-round with hostile settings of layers": (
-        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq", "extra_config": 5},
-        r"`extra_config` of an auto-round checkpoint must be an object of objects\. Given: 5; download config\.json",
-    ),
-    "modelopt of no algorithm": (
-        {"quant_method": "modelopt", "quant_algo": {}},
-        r"`quant_algo` of a modelopt checkpoint must be a name\. Given",
-    ),
-    "compressed groups": ({"quant_method": "compressed-tensors"}, r"`config_groups`.*missing.*download config\.json"),
-}
+def of_inputs(**changes: object) -> dict[str, Any]:
+    return of_entry(input_tensors={"dtype": "int8", "qscheme": "per_tensor"} | changes)
 
-FP8, BNB = {"quant_method": "fp8"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+def auto_round(**more: object) -> dict[str, Any]:
+    return {"quant_method": "auto-round", "bits": 4, "group_size": 32} | more
+
+
+FLOAT4 = {"num_bits": 4, "type": "float"}
+CACHED = {"kv_cache_quant_config": {"*k_proj": of_entry(output_tensors={"dtype": "int8"})["global_quant_config"]}}
 READ = r"`quantization_config` cannot be read: .*; download config\.json again$"
 LISTED = r"must be a list of names\. Given: .*; download config\.json again$"
 EXPRESSION = r"an expression for names of layers .*must be a regular one\. Given: '\(' .*; download config\.json again$"
@@ -275,47 +85,111 @@ GROUP = r"`group_size` of .* must be .*a number of inputs from 8 to 16777216\. G
 BLOCK = r"must be two numbers, of rows from 1 and of inputs from 8 on, to 16777216\. Given: .*; take another"
 SCALE = r"`activation_scale_ub` .*must be a finite number above 0\. Given: .*; download config\.json again$"
 
-
-def of_group(**changes: object) -> dict[str, Any]:
-    groups = {name: group | changes for name, group in compressed()["config_groups"].items()}
-    return compressed() | {"config_groups": groups}
-
-
-def of_blocks(block: object) -> dict[str, Any]:
-    return compressed(strategy="block", block_structure=block)
-
-
-# What nobody writes but by mistake or on purpose.
-HOSTILE: list[tuple[dict[str, Any], str]] = [
-    *((GPTQ | {"checkpoint_format": value}, r"`checkpoint_format` .* is not served") for value in ([], {"a": 1}, 5)),
-    *((GPTQ | {"dynamic": value}, r"`dynamic` .*an object of objects.* Given: ") for value in ([1], "a", {"+:.*": 5})),
+# A config, and what is said of it. First those of formats, and of kinds of them, that are not served.
+BY_CONFIG: list[tuple[Any, str]] = [
+    ({"quant_method": "exl2", "bits": 4.25}, r"'exl2'.*not served.*take a gptq, awq or compressed"),
+    ({"quant_method": "hqq"}, r"'hqq'.*not served.*in 16 bits, with --quantize int4"),
+    ({"quant_method": "mxfp4"}, r"'mxfp4'.*not served.*take an fp8 or compressed-tensors"),
+    ({"quant_method": "best4"}, r"'best4'.*not served: gptq, awq,.*take another checkpoint"),
+    ({"quant_method": "a" * 5000}, r"'aaa.* is not served"),
+    ({"quant_method": ["gptq"]}, r"is not served"),
+    ({"bits": 4}, r"`quant_method` None.*not served"),
+    ("gptq", r"must be an object\. Given: 'gptq'; download config\.json again"),
+    ({"weights": "int8", "activations": None}, r"'quanto'.*not served.*--quantize int8 or int4"),
+    ({"weight_quant_params": {"nbits": 4}}, r"'hqq'.*not served.*--quantize int4"),
+    ({"quant_type": {"default": {}}}, r"`quant_type` of a torchao.*must be an object.*transformers.*anew with 5"),
+    ({"sparsity_config": {"format": "sparse-24-bitmask"}}, r"'sparse-24-bitmask', and only .* is .*: write it dense"),
+    ({"global_quant_config": {"weight": {}}}, r"`pack_method` in `export` of a .* reorder or order\. Given: None"),
+    # gptq and awq
+    (GPTQ | {"is_marlin_format": True}, r"'marlin' of a gptq checkpoint.*gptq and gptq_v2 are, take"),
+    *((GPTQ | {"checkpoint_format": x}, r"`checkpoint_format` .* is not served") for x in ("marlin", [], {"a": 1}, 5)),
+    (GPTQ | {"bits": 5}, r"must be 2, 3, 4 or 8\. Given: 5; take another"),
+    (GPTQ | {"dynamic": {"+:.*": {"bits": 6}}}, r"must be 2, 3, 4 or 8\. Given: 6"),
+    (GPTQ | {"dynamic": {"+:.*": {"format": "marlin"}}}, r"`format` 'marlin' of '\+:\.\*' .*: all layers must"),
+    (GPTQ | {"pack_dtype": "int16"}, r"'int16'.*int32 is, convert it"),
+    (GPTQ | {"rotation": "hadamard"}, r"`rotation` 'hadamard' of a gptq checkpoint is not served: null is"),
+    (GPTQ | {"adapter": {"path": "a"}}, r"`adapter` .* of a gptq checkpoint is not served"),
+    *((GPTQ | {"dynamic": x}, r"`dynamic` .*an object of objects.* Given: ") for x in ([1], "a", {"+:.*": 5})),
     (GPTQ | {"dynamic": {"-:(": {}}}, EXPRESSION),
     (GPTQ | {"dynamic": {"-:" + "a" * 1001: {}}}, r"has 1001 characters, and 1000 at most are served\. Given: "),
     (GPTQ | {"dynamic": {f"-:{n}": {} for n in range(4097)}}, r"has 4097 expressions .*and 4096 at most are served"),
-    *((GPTQ | {"modules_in_block_to_quantize": value}, LISTED) for value in (5, [5], [[5]], "q_proj")),
-    *((GPTQ | {"group_size": value}, GROUP) for value in (1, 7, True, 1 << 40, 64.0, None)),
-    *((AWQ | {"group_size": value}, GROUP) for value in (1, 7, True, [64])),
-    *((AWQ | {"modules_to_not_convert": value}, LISTED) for value in (5, [5], "lm_head")),
-    *((AWQ | {"zero_point": value}, r"must be true or false\. Given: .*; download") for value in ("yes", [], None)),
+    *((GPTQ | {"modules_in_block_to_quantize": x}, LISTED) for x in (5, [5], [[5]], "q_proj")),
+    *((GPTQ | {"group_size": x}, GROUP) for x in (0, 7, True, 1 << 40, 64.0, None)),
+    *((AWQ | {"version": x}, rf"'{x}' of an awq checkpoint.*gemm is, take a checkpoint") for x in ("marlin", "gemv")),
+    (AWQ | {"backend": "llm-awq"}, r"'llm-awq' of an awq checkpoint.*autoawq is, take"),
+    (AWQ | {"bits": 3}, r"must be 4\. Given: 3; take another"),
+    (AWQ | {"pack_method": "order"}, r"`pack_method` 'order' of an awq .*: reorder is; take"),
+    (AWQ | {"zero_point": False, "pack_method": "reorder"}, r"`zero_point` false .*, .* its codes are signed: export"),
+    *((AWQ | {"group_size": x}, GROUP) for x in ("all", 1, [64])),
+    *((AWQ | {"modules_to_not_convert": x}, LISTED) for x in (5, [5], "lm_head")),
+    *((AWQ | {"zero_point": x}, r"must be true or false\. Given: .*; download") for x in ("yes", None)),
     (AWQ | {"modules_to_not_convert": ["re:("]}, EXPRESSION),
-    *((BNB | {"llm_int8_skip_modules": value}, LISTED) for value in (5, [None], {"a": 1})),
-    *((FP8 | {"ignored_layers": value}, LISTED) for value in (5, [5])),
-    *((FP8 | {"activation_scale_ub": value}, SCALE) for value in ("x", [1], 10**400, 0, -1, float("nan"), True)),
-    *((FP8 | {"weight_block_size": value}, BLOCK) for value in ([128, 1], [True, 128], [0, 128], [128, 10**30], 5)),
+    # fp8 and bitsandbytes
+    (FP8 | {"activation_scheme": "best"}, r"must be dynamic or static\. Given: 'best'"),
+    (FP8 | {"fmt": "e5m2"}, r"'e5m2'.*e4m3 is, take another"),
+    (FP8 | {"scale_fmt": "ue4m3"}, r"`scale_fmt` 'ue4m3' of an fp8 checkpoint is not served: float or ue8m0 is"),
+    *((FP8 | {"ignored_layers": x}, LISTED) for x in (5, [5])),
+    *((FP8 | {"activation_scale_ub": x}, SCALE) for x in ("x", [1], 10**400, 0, -1, NAN, True)),
+    *((FP8 | {"weight_block_size": x}, BLOCK) for x in ([128], [128, 1], [True, 128], [0, 128], [128, 10**30], 5)),
+    (BNB | {"load_in_8bit": True}, r"`load_in_8bit` and `load_in_4bit` of .*exclude each other: give one"),
+    (BNB | {"bnb_4bit_quant_storage": "complex64"}, r"'complex64'.*not served: uint8, int8, .*, float32, float64 are"),
+    (BNB | {"bnb_4bit_quant_type": "int4"}, r"`bnb_4bit_quant_type` 'int4' .*not served: .* and fp4 are, take another"),
+    *((BNB | {"llm_int8_skip_modules": x}, LISTED) for x in (5, [None], {"a": 1})),
+    # auto-round and ModelOpt
+    (auto_round(packing_format="auto_round:fp8_static"), r"`packing_format` 'auto_round:fp8_static' .* served: .* are"),
+    (auto_round(rotation_config={"hadamard_type": "a"}), r"`rotation_config` .*not served: .* without rotations are"),
+    (auto_round(act_bits=8), r"`data_type` 'int' with inputs of 8 bits of .* with inputs as they are is, export it so"),
+    (auto_round(extra_config={"a.b": {"data_type": "mx_fp"}}), r"`data_type` 'mx_fp' of 'a\.b' .* same, export it so"),
+    (auto_round(packing_format="auto_round:auto_awq", extra_config={"a.b": {"bits": 8}}), r"packs 'a\.b' .* than"),
+    (auto_round(packing_format="auto_round:auto_awq", extra_config=5), r"must be an .* objects\. Given: 5; download"),
+    (MODELOPT | {"quant_algo": "W4A8_AWQ"}, r"`quant_algo` 'W4A8_AWQ' of a modelopt .* served: FP8, .*, NVFP4, .* are"),
+    (MODELOPT | {"quant_algo": {}}, r"`quant_algo` of a modelopt checkpoint must be a name\. Given"),
+    # Quark
+    (quark(dtype="fp6_e2m3"), r"`dtype` 'fp6_e2m3' .*: for weights int4, .*, fp4 are; take another"),
+    (quark(dtype="fp8_e4m3", qscheme="per_block"), r"'per_block'.*fp8_e4m3 per_tensor, per_channel is"),
+    (quark(ch_axis=1), r"`ch_axis` 1 of a quark checkpoint is not served: .*per_channel 0 is; take"),
+    (quark(scale_format="e5m3"), r"`scale_format` 'e5m3' .*weights in int8 float32 is"),
+    (quark(zero_point_type="float32"), r"`zero_point_type` 'float32' of `weight` .*int32 is"),
+    (of_entry(weight=[{}, {}]), r"`weight` \[{}, {}\] .*an object is, of a single step of round"),
+    (of_entry(weight=None, input_tensors={"dtype": "int8"}), r"`input_tensors` .*is a `weight`"),
+    (of_entry(bias={"dtype": "int8"}), r"`bias` .* of a quark checkpoint is not served: null is"),
+    (of_entry(output_tensors={"dtype": "int8"}), r"`output_tensors` .*has them too, and other layers have some: take"),
+    (of_inputs(dtype="fp8_e4m3"), r"`dtype` 'fp8_e4m3' .* weights of rows in int8 or fp8_e4m3 the same is, or inputs"),
+    (of_inputs(qscheme="per_channel", ch_axis=-1, is_dynamic=True), r"`qscheme` .*are dynamic per_channel along 1"),
+    (of_inputs(is_dynamic=True, symmetric=False), r"`symmetric` False .*: for .* that are dynamic true is; take"),
+    (QUARK | CACHED, r"`dtype` 'int8' of `output_tensors` of a .* checkpoint is not served: fp8_e4m3 is; take another"),
+    (QUARK | {"export": {"pack_method": "order", "weight_format": "fake"}}, r"'fake' .*: real_quantized is"),
+    (QUARK | {"export": {"pack_method": "best"}}, r"must be reorder or order\. Given: 'best'"),
+    (QUARK | {"algo_config": [{"name": "awq"}, {"name": "rotation", "r4": True}]}, r"'rotation' .* r3, r4, online"),
+    *((QUARK | {"algo_config": x}, r"'svdquant' .* is not served") for x in (["svdquant"], {"name": "svdquant"})),
+    (QUARK | {"softmax_quant_spec": {"dtype": "fp8_e4m3"}}, r"`softmax_quant_spec` .*null is; take"),
+    (QUARK | {"layer_type_quant_config": {"Embedding": {}}}, r"'Embedding' of a quark .*: Linear is; take"),
+    (QUARK | {"exclude": ["*.[01].*"]}, r"`exclude` .*: for patterns of names \* and \? are; take"),
+    (QUARK | {"best": 1}, r"`best` 1 of a quark checkpoint is not known, and might change what codes"),
+    # compressed-tensors
+    ({"quant_method": "compressed-tensors"}, r"`config_groups`.*missing.*download config\.json"),
+    *((compressed(x), rf"'{x}'.*not served: pack-quantized, int-quant") for x in ("mxfp6-pack-quantized", "marlin-24")),
+    (compressed("nvfp4-pack-quantized"), r"type 'int' with 8 bits .*'nvfp4-pack.*: float with 4 are"),
+    (compressed("nvfp4-pack-quantized", **FLOAT4), r"'channel' of weights is not .* format .*: tensor_group is, write"),
+    (compressed("mxfp4-pack-quantized", **FLOAT4, strategy="group", symmetric=False), r"`symmetric` false .*: true is"),
+    (compressed(num_bits=6), r"type 'int' with 6 bits.*int with 4, 8, and float with 8 are"),
+    (compressed("pack-quantized", num_bits=5), r"with 5 bits.*int with 2, 3, 4, 8 are"),
+    *((compressed(strategy=x), r"`strategy` .*tensor, channel, group, block are") for x in ("tensor_group", {"a": 1})),
+    *((compressed(strategy="group", group_size=x), GROUP) for x in (0, True, 4, -1, "x")),
+    (compressed(inputs={"num_bits": 4}), r"with 4 bits are not served: int or float with 8 are"),
+    (compressed(inputs={"dynamic": True, "symmetric": False}), r"dynamic and not .* it with symmetric ones"),
+    (compressed(inputs={"strategy": "channel"}), r"'channel'.*`tensor` is, write"),
+    (compressed(inputs={"dynamic": True, "strategy": "group", "group_size": "x"}), GROUP),
+    (compressed() | {"sparsity_config": {"format": "sparse-24"}}, r"'sparse-24'.*write it dense"),
     (compressed() | {"sparsity_config": "dense"}, READ),
-    *((compressed() | {"config_groups": {"a": value}}, READ) for value in (5, None, [])),
-    *((of_group(targets=value), LISTED) for value in (5, [5], "Linear")),
+    *((compressed() | {"config_groups": {"a": x}}, READ) for x in (5, None, [])),
+    *((compressed() | {"ignore": x}, LISTED) for x in (5, [5])),
+    (compressed() | {"ignore": ["re:("]}, EXPRESSION),
+    *((of_group(targets=x), LISTED) for x in (5, [5], "Linear")),
     (of_group(targets=["re:("]), EXPRESSION),
     (of_group(input_activations="x"), READ),
-    (of_group(input_activations={"num_bits": 8, "dynamic": True, "strategy": "group", "group_size": "x"}), GROUP),
-    *((compressed() | {"ignore": value}, LISTED) for value in (5, [5])),
-    (compressed() | {"ignore": ["re:("]}, EXPRESSION),
-    *((of_blocks(value), BLOCK) for value in ("²x2", "128", [1, 10**30], "9" * 5000 + "x128", [128, True], None)),
-    *((compressed(strategy="group", group_size=value), GROUP) for value in (True, 4, -1, "x")),
-    (compressed(strategy={"a": 1}), r"`strategy` .*is not served"),
-    ({"quant_method": "a" * 5000}, r"'aaa.* is not served"),
-    ({"quant_method": ["gptq"]}, r"is not served"),
-]
+    *((of_blocks(x), BLOCK) for x in ("²x2", "128", [1], [1, 10**30], "9" * 5000 + "x128", [128, True], None)),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -341,20 +215,21 @@ def configured(source: Path, folder: Path, config: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", BY_CONFIG)
-def test_what_the_config_tells_is_refused_without_weights(without_weights: Path, tmp_path: Path, case: str) -> None:
-    config, expected = BY_CONFIG[case]
-    assert re.search(expected, refusal(configured(without_weights, tmp_path, config)))
-
-
-@pytest.mark.parametrize(("config", "expected"), HOSTILE)
-def test_what_no_tool_writes_is_refused_in_a_sentence(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
+@pytest.mark.parametrize(("config", "expected"), BY_CONFIG)
+def test_what_the_config_tells_is_refused_in_a_sentence(tmp_path: Path, config: Any, expected: str) -> None:
     with pytest.raises(FormatError) as raised:
         formats.find(tmp_path, {"quantization_config": config})
     message = str(raised.value)
     assert re.search(expected, message)
     assert "\n" not in message
     assert 500 > len(message)
+
+
+def test_it_is_refused_before_weights_are_looked_at(without_weights: Path, tmp_path: Path) -> None:
+    said = refusal(configured(without_weights, tmp_path, {"quant_method": "marlin"}))
+    assert re.search(r"'marlin'.*not served.*take a gptq, awq or", said)
+    said = refusal(configured(without_weights, tmp_path, AWQ), quantize="int8")
+    assert re.search("--quantize is int8, but.*quantised already, as awq, 4 bits, groups of 128: leave it out", said)
 
 
 def nested(depth: int) -> list[Any]:
@@ -405,14 +280,6 @@ def test_configs_of_their_own_count_where_config_json_has_none(without_weights: 
     assert re.search("quantize_config.json cannot be read.*not a regular file", refusal(tmp_path))
 
 
-def test_a_wish_that_contradicts_the_checkpoint_is_refused(without_weights: Path, tmp_path: Path) -> None:
-    folder = configured(without_weights, tmp_path, AWQ)
-    assert re.search(
-        "--quantize is int8, but.*quantised already, as awq, 4 bits, groups of 128: leave it out",
-        refusal(folder, quantize="int8"),
-    )
-
-
 def test_only_gguf_is_refused_by_name(without_weights: Path, tmp_path: Path) -> None:
     shutil.copy(without_weights / "config.json", tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
@@ -436,7 +303,6 @@ def in_place(suffix: str, number: float) -> Callable[[dict[str, Tensor]], object
     return down_proj(lambda tensors, name: tensors[f"{name}.{suffix}"].view(-1)[-1:].fill_(number))
 
 
-NAN, INF = float("nan"), float("inf")
 BY_TENSORS = {
     "fewer words": (
         "llama-gptq-2", with_tensor("qweight", torch.zeros(5, 64, dtype=torch.int32)),
@@ -558,6 +424,23 @@ def test_a_state_of_bitsandbytes_is_small_and_not_deep(tmp_path: Path) -> None:
         save_file({"layer.weight.quant_state.bitsandbytes__nf4": state}, tmp_path / "model.safetensors")
         tensors = Tensors(Checkpoint(tmp_path), "layer")
         BitsAndBytesFormat({"load_in_4bit": True}, Budget()).read(tensors, Part((64, 128), [(0, 64)], (0, 128)))
+
+
+@pytest.mark.parametrize("how", [quantised.quark("uint4", 32), quantised.gptq(4, 32)], ids=["quark", "gptq"])
+def test_a_head_in_fewer_bits_that_is_tied_is_told_with_remedies(tmp_path: Path, how: How) -> None:
+    (tmp_path / "source").mkdir()
+    save_tiny("llama-biased-tied", tmp_path / "source", num_hidden_layers=1, vocab_size=104)
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    quantised.quantise(tmp_path / "source", tmp_path, with_config(how, exclude=[]), also="lm_head")
+    said = refusal(tmp_path / "quantised")
+    assert re.search(
+        r"head is in fewer bits \(lm_head\..*tied to the embedding table.*anew and leave its head.*or say", said
+    )
+    config = tmp_path / "quantised" / "config.json"  # the second remedy
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    assert load_engine(tmp_path / "quantised", warms_up=False).model.spec.tied_head is False
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])

@@ -13,12 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from server.checkpoint.weights import CheckpointError
-from server.ranks.distributed import Shard
 from tests.server.driver import all_logits, load_engine
 from tests.server.quantisation import quantised
 from tests.server.quantisation.cases import WEIGHTS, prompt_of
-from tests.server.ranks import tensor_parallel
-from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.tiny import save_tiny
 
 # By family: the activation, and the layer that it is followed by.
@@ -76,14 +73,6 @@ def test_so_they_are_before_weights_in_fewer_bits(tmp_path: Path) -> None:
     with_scales(tmp_path / "quantised", "starcoder2", is_divided=False)
     with_scales(tmp_path / "dense", "starcoder2", is_divided=True)
     torch.testing.assert_close(logits(tmp_path / "quantised"), logits(tmp_path / "dense"), rtol=0, atol=WEIGHTS)
-
-
-def test_each_rank_divides_its_own(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    save_tiny("starcoder2", tmp_path / "model")
-    with_scales(tmp_path / "model", "starcoder2", is_divided=False)
-    expected = tensor_parallel.tokens(tmp_path / "model", Shard())
-    assert [{str(tmp_path / "model"): expected}] * 2 == run_ranks([tmp_path / "model"], 2, tmp_path / "rendezvous")
 
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
