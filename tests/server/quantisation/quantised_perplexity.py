@@ -1,6 +1,7 @@
-"""What each way to quantise costs the embedded model in perplexity on its held-out text.
+"""What each way to quantise weights, or keys and values, costs the embedded model in perplexity on its held-out text.
 
     PYTHONPATH=docs/embedded-model python -m tests.server.quantisation.quantised_perplexity [--check] [FORMAT …]
+    PYTHONPATH=docs/embedded-model python -m tests.server.quantisation.quantised_perplexity --backend cpu --kv-caches
 
 Every document is a prompt of an engine, as a server would run it, whose log-probabilities are asked for; a document is
 read alone, its end mark included. Left out: texts that the model did not learn to write, whose perplexity says little.
@@ -19,6 +20,7 @@ import torch
 from tokenizers import Tokenizer
 
 import train
+from server.quantisation.kv import KV_FORMATS
 from server.stepping.engine import Engine
 from tests import cpu_kernels
 from tests.running import ROOT
@@ -53,12 +55,13 @@ def perplexity(engine: Engine, documents: Sequence[list[int]]) -> float:
     return math.exp(surprise / count)
 
 
-def load(format: str | None, head: str, backend: str, dtype: torch.dtype = torch.float32) -> Engine:
-    """The embedded model, its weights in a format."""
+def load(
+    format: str | None, head: str, backend: str, dtype: torch.dtype = torch.float32, kv_cache: str = "auto"
+) -> Engine:
+    """The embedded model, its weights in a format, its keys and values in another."""
     kernels = cpu_kernels.load() if backend == "cpu" else None
-    return load_engine(
-        MODEL, dtype=dtype, kernels=kernels, quantise=format, quantise_head=head, tokens=16384, warms_up=False
-    )
+    given = {"quantise": format, "quantise_head": head, "kv_cache": kv_cache}
+    return load_engine(MODEL, dtype=dtype, kernels=kernels, tokens=16384, warms_up=False, **given)
 
 
 def main() -> int:
@@ -69,12 +72,18 @@ def main() -> int:
     parser.add_argument("--backend", choices=("reference", "cpu"), default="reference")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a format costs more than is promised")
+    parser.add_argument(
+        "--kv-caches", action="store_true", help="every --kv-cache-dtype in place of formats of weights"
+    )
     args = parser.parse_args()
     too_much, dtype = [], getattr(torch, args.dtype)
     documents = held_out(args.documents)
     exact = perplexity(load(None, "none", args.backend, dtype), documents)
     print(f"{len(documents)} documents, {sum(map(len, documents))} tokens, {args.backend}, {args.dtype}: {exact:.6f}")
-    for format in args.formats or MOST:
+    for name in KV_FORMATS if args.kv_caches else ():
+        found = perplexity(load(None, "none", args.backend, dtype, name), documents)
+        print(f"keys and values in {name}: {found:.6f}, {100 * (found / exact - 1):+.4f} %", flush=True)
+    for format in () if args.kv_caches else args.formats or MOST:
         for head in HEADS if format in ("int8", "int4") else ("none",):
             started = time.monotonic()
             engine = load(format, head, args.backend, dtype)

@@ -40,23 +40,14 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", 
 
 def gptq(rows: int, inputs: int) -> Tensors:
     """4 bits, groups of 128."""
-    groups = -(-inputs // 128)
-    return {
-        "qweight": ((inputs // 8, rows), WORDS),
-        "qzeros": ((groups, rows // 8), WORDS),
-        "scales": ((groups, rows), HALF),
-        "g_idx": ((inputs,), WORDS),
-    }
+    return {"qweight": ((inputs // 8, rows), WORDS), "qzeros": ((-(-inputs // 128), rows // 8), WORDS),
+            "scales": ((-(-inputs // 128), rows), HALF), "g_idx": ((inputs,), WORDS)}  # fmt: skip
 
 
 def awq(rows: int, inputs: int) -> Tensors:
     """4 bits, groups of 128."""
-    groups = inputs // 128
-    return {
-        "qweight": ((inputs, rows // 8), WORDS),
-        "qzeros": ((groups, rows // 8), WORDS),
-        "scales": ((groups, rows), HALF),
-    }
+    return {"qweight": ((inputs, rows // 8), WORDS), "qzeros": ((inputs // 128, rows // 8), WORDS),
+            "scales": ((inputs // 128, rows), HALF)}  # fmt: skip
 
 
 def int8(rows: int, inputs: int) -> Tensors:
@@ -91,7 +82,6 @@ MODELS = {
         awq,
         {"rope_theta": 1000000.0, "sliding_window": None},
     ),
-    "baichuan2-13b-gptq": Model("baichuan2-13b", GPTQ | {"desc_act": False}, gptq, needless=["bias"]),
     "baichuan2-13b-gptq-act-order": Model(
         "baichuan2-13b", GPTQ | {"desc_act": True}, gptq, needless=["bias"], is_ordered=False
     ),
@@ -214,7 +204,12 @@ def is_small(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size"), [(n, size) for n, model in MODELS.items() for size in model.world_sizes]
+    ("name", "world_size"),  # in the suite the most ranks, which divide most
+    [
+        pytest.param(name, size, marks=[] if size == model.world_sizes[-1] else [pytest.mark.formats])
+        for name, model in MODELS.items()
+        for size in model.world_sizes
+    ],
 )
 def test_every_rank_reads_its_share_and_all_of_them_everything(name: str, world_size: int) -> None:
     model = MODELS[name]
@@ -234,7 +229,7 @@ def test_every_rank_reads_its_share_and_all_of_them_everything(name: str, world_
     assert max(rank.bytes_read for rank in ranks) <= 1.01 * share + whole
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama-3-8b-w8a8", "qwen2.5-7b-gptq-int4"])
 def test_a_tensor_more_or_less_is_noticed(name: str) -> None:
     model = MODELS[name]
     config, tensors = tensors_of(model)
