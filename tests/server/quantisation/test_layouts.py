@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from server.checkpoint import formats
-from server.checkpoint.formats.protocol import FormatError, Part, Tensors
+from server.checkpoint.formats.protocol import FormatError
 from server.checkpoint.weights import Checkpoint, CheckpointError
 from server.quantisation import sizes
 from tests.server.driver import all_logits, load_engine
@@ -74,50 +74,50 @@ def with_older_keys_and_values(config: dict[str, Any], tensors: dict[str, Tensor
     given["export"]["kv_cache_group"] = list(given.pop("kv_cache_quant_config"))
 
 
+def with_config(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Another `quantization_config`."""
+    return lambda config, tensors, folder: change(config["quantization_config"])
+
+
 def rotated(*locations: str) -> Change:
     """Quantised with rotations of these places."""
-
-    def change(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        applied = [{"targets": ["Linear"], "location": location, "inverse": False} for location in locations]
-        groups = {"R1": {"type": "hadamard", "apply": applied, "randomize": False}}
-        config["quantization_config"]["transform_config"] = {"config_groups": groups}
-
-    return change
+    applied = [{"targets": ["Linear"], "location": location, "inverse": False} for location in locations]
+    groups = {"R1": {"type": "hadamard", "apply": applied, "randomize": False}}
+    return with_config(lambda given: given.update(transform_config={"config_groups": groups}))
 
 
-def without_method(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    del config["quantization_config"]["quant_method"]
+def only(**quantization: object) -> Change:
+    return lambda config, tensors, folder: config.update(quantization_config=quantization)
+
+
+WITHOUT_METHOD = with_config(lambda given: given.pop("quant_method"))
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}, "input_activations": None}
+NOTHING = only(quant_method="compressed-tensors", format="dense", config_groups={"group_0": GROUP})
+CACHE = only(quant_method="modelopt", quant_algo=None, kv_cache_quant_algo="FP8")
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "kind", "change"),
     [
-        ("bloom-gptq", as_tgi),
-        ("mistral-awq", as_autoawq_01),
-        ("llama-float8", as_modelopt),
-        ("bloom-int8", rotated("weight_input", "weight_output")),
-        ("llama-quark-float8", with_keys_and_values),
-        ("llama-quark-float8", with_older_keys_and_values),
-        ("llama-quark", without_method),
-        ("bloom-nf4", without_method),
-        ("t5-eight-bits", without_method),
-    ],
-    ids=[
-        "settings of TGI",
-        "AutoAWQ 0.1",
-        "ModelOpt",
-        "merged rotations",
-        "keys of Quark",
-        "older keys of Quark",
-        "Quark",
-        "4 bits",
-        "8 bits",
+        pytest.param("bloom-gptq", "quantised", as_tgi, id="settings of TGI"),
+        pytest.param("mistral-awq", "quantised", as_autoawq_01, id="AutoAWQ 0.1"),
+        pytest.param("llama-float8", "quantised", as_modelopt, id="ModelOpt"),
+        pytest.param("bloom-int8", "quantised", rotated("weight_input", "weight_output"), id="merged rotations"),
+        pytest.param("llama-quark-float8", "quantised", with_keys_and_values, id="keys of Quark"),
+        pytest.param("llama-quark-float8", "quantised", with_older_keys_and_values, id="older keys of Quark"),
+        pytest.param("llama-quark", "quantised", WITHOUT_METHOD, id="Quark without its name"),
+        pytest.param("bloom-nf4", "quantised", WITHOUT_METHOD, id="4 bits without a name"),
+        pytest.param("t5-eight-bits", "quantised", WITHOUT_METHOD, id="8 bits without a name"),
+        # As llm-compressor writes what it found no layer to quantise in, such as Falcon.
+        pytest.param("llama-packed", "dense", NOTHING, id="all dense"),
+        pytest.param("llama-packed", "dense", CACHE, id="a cache alone in few bits"),
     ],
 )
-def test_the_same_codes_are_read_alike(quantised_models: Quantised, name: str, change: Change, tmp_path: Path) -> None:
-    folder, _ = quantised_models(name)
-    other = changed(folder / "quantised", tmp_path / "other", change)
-    assert torch.equal(logits(folder / "quantised"), logits(other))
+def test_the_same_codes_are_read_alike(
+    quantised_models: Quantised, name: str, kind: str, change: Change, tmp_path: Path
+) -> None:
+    folder = quantised_models(name)[0] / kind
+    assert torch.equal(logits(folder), logits(changed(folder, tmp_path / "other", change)))
 
 
 def test_scales_may_be_powers_of_2_in_a_byte(quantised_models: Quantised, tmp_path: Path) -> None:
@@ -137,39 +137,6 @@ def test_scales_may_be_powers_of_2_in_a_byte(quantised_models: Quantised, tmp_pa
     assert not torch.equal(found[0], logits(folder / "quantised"))
 
 
-@pytest.mark.parametrize(("layout", "name"), [(1, "col32"), (2, "col_turing"), (3, "col_ampere"), (9, "9")])
-def test_int8_in_tiles_is_refused(quantised_models: Quantised, layout: int, name: str, tmp_path: Path) -> None:
-    def in_tiles(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        for key in [key for key in tensors if key.endswith("weight_format")]:
-            tensors[key] = torch.tensor(layout, dtype=torch.uint8)
-
-    folder, _ = quantised_models("t5-eight-bits")
-    other = changed(folder / "quantised", tmp_path / "other", in_tiles)
-    with pytest.raises(FormatError, match=rf"lie in tiles \({name}, by its `weight_format`\), and only rows.*save"):
-        logits(other)
-
-
-@pytest.mark.parametrize("location", ["input", "output", "k_cache", "q_attn"])
-def test_rotations_of_activations_are_refused(quantised_models: Quantised, location: str, tmp_path: Path) -> None:
-    folder, _ = quantised_models("bloom-int8")
-    other = changed(folder / "quantised", tmp_path / "other", rotated("weight_input", location))
-    with pytest.raises(FormatError, match=rf"rotation 'R1' in `transform_config` is of '{location}', and only those"):
-        logits(other)
-
-
-def test_a_format_that_stores_all_weights_dense_is_dense(quantised_models: Quantised, tmp_path: Path) -> None:
-    """As llm-compressor writes what it found no layer to quantise in, such as Falcon."""
-
-    def nothing(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}, "input_activations": None}
-        config["quantization_config"] = {
-            "quant_method": "compressed-tensors", "format": "dense", "config_groups": {"group_0": group},
-        }  # fmt: skip
-
-    folder, _ = quantised_models("llama-packed")
-    assert torch.equal(logits(folder / "dense"), logits(changed(folder / "dense", tmp_path / "other", nothing)))
-
-
 def microscaled(**more: object) -> dict[str, Any]:
     """As auto-round describes floats with a scale for each 32 inputs."""
     written = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "group_size": 32}
@@ -179,23 +146,21 @@ def microscaled(**more: object) -> dict[str, Any]:
 def test_auto_round_stores_layers_in_several_floats(quantised_models: Quantised, tmp_path: Path) -> None:
     """MXFP4 with down projections in MXFP8, named by an expression and by names that count more."""
     (in_4_bits, _), (in_8_bits, _) = quantised_models("llama-mxfp4"), quantised_models("llama-mxfp8")
+    names = {f"model.layers.{layer}.mlp.down_proj": {"bits": 8, "act_bits": 8} for layer in range(2)}
+    others = {".*down_proj": {"bits": 4}, "lm_head": {"bits": 16}}
 
-    def mixed(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        other = load_file(in_8_bits / "quantised" / "model.safetensors")
-        for name in [name for name in tensors if "down_proj" in name]:
-            del tensors[name]
-        tensors |= {name: tensor for name, tensor in other.items() if "down_proj" in name}
-        names = {f"model.layers.{layer}.mlp.down_proj": {"bits": 8, "act_bits": 8} for layer in range(2)}
-        others = {".*down_proj": {"bits": 4}, "lm_head": {"bits": 16}}
-        config["quantization_config"] = microscaled(extra_config=others | names)
+    def with_down(kind: str) -> Path:
+        def change(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+            for name in [name for name in tensors if "down_proj" in name]:
+                del tensors[name]
+            other = load_file(in_8_bits / kind / "model.safetensors")
+            tensors |= {name: tensor for name, tensor in other.items() if "down_proj" in name}
+            if kind == "quantised":
+                config["quantization_config"] = microscaled(extra_config=others | names)
 
-    def dense(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        other = load_file(in_8_bits / "dense" / "model.safetensors")
-        tensors |= {name: tensor for name, tensor in other.items() if "down_proj" in name}
+        return changed(in_4_bits / kind, tmp_path / kind, change)
 
-    found = changed(in_4_bits / "quantised", tmp_path / "found", mixed)
-    expected = changed(in_4_bits / "dense", tmp_path / "expected", dense)
-    torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits(with_down("quantised")), logits(with_down("dense")), rtol=0, atol=1e-4)
 
 
 def test_what_auto_round_leaves_dense_is_planned_dense() -> None:
@@ -206,74 +171,77 @@ def test_what_auto_round_leaves_dense_is_planned_dense() -> None:
     assert [True, True, True, False] == [storage.leaves_out(name) for name in ("a.b", "a.c.d", "lm_head", "a.e")]
 
 
-@pytest.mark.parametrize("targets", [("Linear", "Linear"), ("re:.*down_proj", "re:.*")])
-def test_targets_that_overlap_are_refused(
-    quantised_models: Quantised, targets: tuple[str, str], tmp_path: Path
-) -> None:
-    """Readers differ in which one they take: by order, by text, or the last."""
+def overlapping(*targets: str) -> Change:
+    """Groups that differ, of which readers differ in which one they take: by order, by text, or the last."""
 
-    def overlapping(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        group = config["quantization_config"]["config_groups"]["group_0"]
+    def change(given: dict[str, Any]) -> None:
+        group = given["config_groups"]["group_0"]
         inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-        config["quantization_config"]["config_groups"] = {
-            "group_0": group | {"targets": [targets[0]]},
-            "group_1": group | {"targets": [targets[1]], "input_activations": inputs},
-        }
+        other = group | {"targets": [targets[1]], "input_activations": inputs}
+        given["config_groups"] = {"group_0": group | {"targets": [targets[0]]}, "group_1": other}
 
-    folder, _ = quantised_models("llama-packed")
-    other = changed(folder / "quantised", tmp_path / "other", overlapping)
-    with pytest.raises(FormatError, match=r"two groups of `config_groups` name .*write targets that do not overlap"):
-        logits(other)
+    return with_config(change)
 
 
-def test_a_cache_alone_in_few_bits_leaves_weights_dense(quantised_models: Quantised, tmp_path: Path) -> None:
-    def only_the_cache(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
-
-    folder, _ = quantised_models("llama-packed")
-    assert torch.equal(logits(folder / "dense"), logits(changed(folder / "dense", tmp_path / "other", only_the_cache)))
+def with_tensors(end: str, tensor: Tensor) -> Change:
+    """Another tensor for each whose name ends so."""
+    return lambda config, tensors, folder: tensors.update({n: tensor.clone() for n in tensors if n.endswith(end)})
 
 
-def with_tensor(end: str, tensor: Tensor) -> Change:
-    """Another tensor for the first whose name ends so."""
-
+def filled(end: str, number: int) -> Change:
     def change(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        tensors[min(name for name in tensors if name.endswith(end))] = tensor
+        tensors |= {name: torch.full_like(tensor, number) for name, tensor in tensors.items() if name.endswith(end)}
 
     return change
 
 
-@pytest.mark.parametrize(
-    ("name", "end", "tensor", "told"),
-    [
-        ("llama-nvfp4-of-modelopt", ".weight_scale_2", torch.tensor(1e38), "all must be finite numbers of float32"),
-        ("llama-nvfp4", ".weight_global_scale", torch.tensor([1e-45]), "all must be finite numbers of float32"),
+BYTES = torch.uint8
+REFUSED: list[tuple[str, Change, str]] = [
+    *(
         (
             "t5-eight-bits",
-            ".weight_format",
-            torch.zeros(3, 0, dtype=torch.uint8),
-            r"shape \[3, 0\], and must be one number",
-        ),
-        ("t5-eight-bits", ".weight_format", torch.zeros(9, dtype=torch.uint8), r"shape \[9\], and must be one number"),
-    ],
-)
-def test_numbers_that_make_no_weights_are_refused(
-    quantised_models: Quantised, name: str, end: str, tensor: Tensor, told: str, tmp_path: Path
+            filled("weight_format", layout),
+            rf"lie in tiles \({kind}, by its `weight_format`.*rows.*save",
+        )
+        for layout, kind in ((1, "col32"), (2, "col_turing"), (3, "col_ampere"), (9, "9"))
+    ),
+    *(
+        (
+            "bloom-int8",
+            rotated("weight_input", place),
+            rf"rotation 'R1' in `transform_config` is of '{place}', and only",
+        )
+        for place in ("input", "output", "k_cache", "q_attn")
+    ),
+    *(
+        (
+            "llama-packed",
+            overlapping(*targets),
+            "two groups of `config_groups` name .*write targets that do not overlap",
+        )
+        for targets in (("Linear", "Linear"), ("re:.*down_proj", "re:.*"))
+    ),
+    *(
+        ("t5-eight-bits", with_tensors(".weight_format", torch.zeros(shape, dtype=BYTES)), "and must be one number")
+        for shape in ((3, 0), (9,))
+    ),
+    (
+        "llama-nvfp4-of-modelopt",
+        with_tensors(".weight_scale_2", torch.tensor(1e38)),
+        "must be finite numbers of float32",
+    ),
+    ("llama-nvfp4", with_tensors(".weight_global_scale", torch.tensor([1e-45])), "must be finite numbers of float32"),
+    ("llama-mxfp8", filled("weight_scale", 254), r"make weights as large as 7\.62e\+40"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "told"), REFUSED)
+def test_what_would_be_read_otherwise_or_makes_no_weights_is_refused(
+    quantised_models: Quantised, name: str, change: Change, told: str, tmp_path: Path
 ) -> None:
-    folder, _ = quantised_models(name)
-    other = changed(folder / "quantised", tmp_path / "other", with_tensor(end, tensor))
+    other = changed(quantised_models(name)[0] / "quantised", tmp_path / "other", change)
     with pytest.raises(FormatError, match=told):
         logits(other)
-
-
-def test_exponents_that_make_infinite_weights_are_refused(quantised_models: Quantised, tmp_path: Path) -> None:
-    def largest(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-        for name in [name for name in tensors if name.endswith("weight_scale")]:
-            tensors[name] = torch.full_like(tensors[name], 254)
-
-    folder, _ = quantised_models("llama-mxfp8")
-    with pytest.raises(FormatError, match=r"make weights as large as 7\.62e\+40"):
-        logits(changed(folder / "quantised", tmp_path / "other", largest))
 
 
 @pytest.mark.parametrize(
@@ -296,18 +264,6 @@ def test_numbers_that_torch_does_not_have_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1536))
     with pytest.raises(CheckpointError, match=r"tensor a in .* cannot be read as F4 .*: take another checkpoint"):
         Checkpoint(tmp_path).read("a", (64, 48))
-
-
-def test_rows_of_bytes_that_lie_in_wider_numbers(quantised_models: Quantised) -> None:
-    folder, layers = quantised_models("bloom-nf4-as-bfloat16")
-    config = json.loads((folder / "quantised" / "config.json").read_text())
-    format, checkpoint = formats.find(folder / "quantised", config), Checkpoint(folder / "quantised")
-    assert format is not None
-    for name, layer in layers.items():
-        rows, inputs = layer.codes.shape
-        part = Part((rows, inputs), [(1, 2), (3, rows - 1)], (0, inputs))
-        expected = torch.cat([layer.weight[1:2], layer.weight[3 : rows - 1]])
-        assert torch.equal(expected, format.read(Tensors(checkpoint, name), part).dequantised())
 
 
 @pytest.mark.parametrize(
