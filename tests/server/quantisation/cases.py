@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.server.driver import all_logits, load_engine
 from tests.server.published import save_published
 from tests.server.quantisation import quantised
 from tests.server.quantisation.quantised import How, Layer
@@ -172,6 +174,11 @@ def in_pairs(*choices: Sequence[Any]) -> list[Any]:
 
 
 Quantised = Callable[[str], tuple[Path, dict[str, Layer]]]
+
+
+def logits(folder: Path) -> Tensor:
+    """Of a checkpoint, for a prompt and what could follow it."""
+    return all_logits(load_engine(folder, warms_up=False), prompt_of(1), prompt_of(2, 4))
 
 
 def prompt_of(seed: int, length: int = 12) -> list[int]:

@@ -7,8 +7,8 @@ every kind: a config is read as if they were not there only where they mean noth
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 from transformers.utils import quantization_config as of_transformers
@@ -103,24 +103,10 @@ def test_a_wrong_value_is_refused_or_means_nothing(method: str) -> None:
         assert [usual] * len(WRONG) == [read(good | {key: value}) for value in WRONG], key
 
 
-@pytest.mark.parametrize("part", ["weights", "input_activations"])
-def test_so_it_is_in_groups_of_compressed_tensors(part: str) -> None:
-    served = {"weights": config_keys.SERVED_OF_WEIGHTS, "input_activations": config_keys.SERVED_OF_INPUTS}[part]
-    given = {"weights": WEIGHTS, "input_activations": INPUTS}
-
-    def with_value(key: str, value: object) -> dict[str, Any]:
-        group = {"targets": ["Linear"], **given, part: given[part] | {key: value}}
-        return {"quant_method": "compressed-tensors", **GOOD["compressed-tensors"], "config_groups": {"group_0": group}}
-
-    for key in {*served, *config_keys.READ_OF_WEIGHTS} - {
-        "block_structure",
-        "group_size",
-    }:  # only where the strategy says
-        for value in WRONG:
-            found = read(with_value(key, value))
-            assert found == "refused" or value in ("", [], {}) or value is True, (key, value)
-    for key in config_keys.WITHOUT_MEANING_OF_WEIGHTS:
-        assert all(read(with_value(key, value)) != "refused" for value in WRONG)
+def in_group(part: str, key: str, value: object) -> dict[str, Any]:
+    given: dict[str, Any] = {"weights": WEIGHTS, "input_activations": INPUTS}
+    group = {"targets": ["Linear"], **given, part: given[part] | {key: value}}
+    return {"quant_method": "compressed-tensors", **GOOD["compressed-tensors"], "config_groups": {"group_0": group}}
 
 
 def of_quark(part: str, key: str, value: object) -> dict[str, Any]:
@@ -134,30 +120,63 @@ def of_quark(part: str, key: str, value: object) -> dict[str, Any]:
     return config | ({"export": {**config["export"], key: value}} if part == "export" else {})
 
 
-@pytest.mark.parametrize("part", config_keys.SERVED_OF_QUARK)
-def test_so_it_is_in_every_part_of_quarks_config(part: str) -> None:
-    assert read(of_quark(part, "unknown", None)) == "refused"
-    assert read(GOOD["quark"] | of_quark("none", "", None)) == read(GOOD["quark"])
-    for key in {*config_keys.SERVED_OF_QUARK[part], *config_keys.READ_OF_QUARK[part]} - {"group_size", "ch_axis"}:
+def of_torchao(name: str, key: str, value: object) -> dict[str, Any]:
+    default = {"_type": name, "_version": 2, "_data": {key: value}}
+    return {"quant_method": "torchao", "quant_type": {"default": default}}
+
+
+class PartOfConfig(NamedTuple):
+    """A config with another value in one of its parts, the keys there, and those that are good only beside others."""
+
+    with_value: Callable[[str, str, object], dict[str, Any]]
+    read: Collection[str]
+    without_meaning: Collection[str]
+    beside_others: Collection[str]
+
+
+SERVED_OF = {"weights": config_keys.SERVED_OF_WEIGHTS, "input_activations": config_keys.SERVED_OF_INPUTS}
+PARTS = {
+    **{
+        part: PartOfConfig(
+            in_group,
+            {*SERVED_OF[part], *config_keys.READ_OF_WEIGHTS},
+            config_keys.WITHOUT_MEANING_OF_WEIGHTS,
+            {"block_structure", "group_size"},
+        )
+        for part in SERVED_OF
+    },
+    **{
+        part: PartOfConfig(
+            of_quark,
+            {*config_keys.SERVED_OF_QUARK[part], *config_keys.READ_OF_QUARK[part]},
+            config_keys.WITHOUT_MEANING_OF_QUARK[part],
+            {"group_size", "ch_axis"},
+        )
+        for part in config_keys.SERVED_OF_QUARK
+    },
+    **{
+        name: PartOfConfig(
+            of_torchao,
+            {*config_keys.SERVED_OF_TORCHAO[name], *config_keys.READ_OF_TORCHAO[name]},
+            config_keys.WITHOUT_MEANING_OF_TORCHAO,
+            (),
+        )
+        for name in config_keys.SERVED_OF_TORCHAO
+    },
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_so_it_is_in_parts_of_configs(part: str) -> None:
+    with_value, keys, without_meaning, beside_others = PARTS[part]
+    for key in {*keys} - {*beside_others}:
         for value in WRONG:
-            found = read(of_quark(part, key, value))
+            found = read(with_value(part, key, value))
             assert found == "refused" or value in ("", [], {}) or value is True, (key, value)
-    for key in config_keys.WITHOUT_MEANING_OF_QUARK[part]:
-        assert all(read(of_quark(part, key, value)) != "refused" for value in WRONG), key
-
-
-@pytest.mark.parametrize("name", config_keys.SERVED_OF_TORCHAO)
-def test_so_it_is_in_classes_of_torchao(name: str) -> None:
-    def with_value(key: str, value: object) -> dict[str, Any]:
-        default = {"_type": name, "_version": 2, "_data": {key: value}}
-        return {"quant_method": "torchao", "quant_type": {"default": default}}
-
-    for key in {*config_keys.SERVED_OF_TORCHAO[name], *config_keys.READ_OF_TORCHAO[name], "of_another_version"}:
-        for value in WRONG:
-            found = read(with_value(key, value))
-            assert found == "refused" or (value in ("", [], {}) and key != "of_another_version"), (key, value)
-    for key in config_keys.WITHOUT_MEANING_OF_TORCHAO:
-        assert all(read(with_value(key, value)) != "refused" for value in WRONG)
+    for key in without_meaning:
+        assert all(read(with_value(part, key, value)) != "refused" for value in WRONG), key
+    if with_value is not in_group:  # whose tools say everything that tensors have
+        assert all(read(with_value(part, "of_another_version", value)) == "refused" for value in WRONG)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def written(chance: random.Random, depth: int = 0) -> str:
 def test_whatever_is_written_matches_as_re_does() -> None:
     chance = random.Random(3)
     answers = set()
-    for _ in range(1500):
+    for _ in range(600):
         text = written(chance)
         expected, found = re.compile(text), Expression(text, Budget())
         for _ in range(10):
@@ -82,12 +82,12 @@ ENDLESS = [
 def test_no_expression_takes_long(text: str) -> None:
     started = time.thread_time()
     try:
-        found = Expression(text, Budget(most_s=1.0))
+        found = Expression(text, Budget(most_s=0.2))
         for name in [*(f"model.layers.{layer}.self_attn.q_proj" for layer in range(100)), "a" * 40, "a" * 3000]:
             found.match(name)
     except ExpressionError as error:
         assert re.search(r"take too long|too large|more than \d+ characters", str(error))
-    assert time.thread_time() - started < 10
+    assert time.thread_time() - started < 5
 
 
 def test_all_names_of_a_config_have_a_bound_together() -> None:

@@ -17,14 +17,9 @@ from server.checkpoint import formats
 from server.checkpoint.formats.protocol import FormatError
 from server.checkpoint.weights import Checkpoint, CheckpointError
 from server.quantisation import sizes
-from tests.server.driver import all_logits, load_engine
-from tests.server.quantisation.cases import Quantised, prompt_of
+from tests.server.quantisation.cases import Quantised, logits
 
 Change = Callable[[dict[str, Any], dict[str, Tensor], Path], None]  # of the config, the tensors and what lies beside
-
-
-def logits(folder: Path) -> Tensor:
-    return all_logits(load_engine(folder, warms_up=False), prompt_of(1), prompt_of(2, 4))
 
 
 def changed(folder: Path, to: Path, change: Change) -> Path:

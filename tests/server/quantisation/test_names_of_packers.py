@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from server.checkpoint.weights import CheckpointError
-from tests.server.driver import all_logits, load_engine
-from tests.server.quantisation.cases import Quantised, prompt_of
+from tests.server.quantisation.cases import Quantised, logits
 from tests.server.tiny import save_tiny
 
 Rename = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -63,10 +62,6 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def as_llama(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """GPT-NeoX's head as GPTQModel names it."""
     return {name.replace("embed_out", "lm_head"): tensor for name, tensor in tensors.items()}
-
-
-def logits(folder: Path) -> Tensor:
-    return all_logits(load_engine(folder, warms_up=False), prompt_of(1), prompt_of(2, 4))
 
 
 def renamed(folder: Path, to: Path, rename: Rename) -> Path:

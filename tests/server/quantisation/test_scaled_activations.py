@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from server.checkpoint.weights import CheckpointError
-from tests.server.driver import all_logits, load_engine
 from tests.server.quantisation import quantised
-from tests.server.quantisation.cases import WEIGHTS, prompt_of
+from tests.server.quantisation.cases import WEIGHTS, logits
 from tests.server.tiny import save_tiny
 
 # By family: the activation, and the layer that it is followed by.
@@ -27,10 +25,6 @@ NAMES = {
     "starcoder2": ("mlp.act", "mlp.c_proj"),
     "gpt_neox": ("mlp.act", "mlp.dense_4h_to_h"),
 }
-
-
-def logits(folder: Path) -> Tensor:
-    return all_logits(load_engine(folder, warms_up=False), prompt_of(1), prompt_of(2, 4))
 
 
 def with_scales(folder: Path, family: str, *, is_divided: bool) -> None:
