@@ -32,25 +32,18 @@ from server.checkpoint import convert, spm
 from server.checkpoint.files import HubError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+BPE = {"model_type": "bpe", "byte_fallback": True}
+UNIGRAM = {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"}
+WORDS = ["hello", "<x>", "\n"]
 MODELS: dict[str, dict[str, Any]] = {
-    "bpe": {"model_type": "bpe", "byte_fallback": True, **IDENTITY},
-    "bpe without a leading space": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False, **IDENTITY},
-    "bpe without extra spaces": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},
-    "bpe with pieces of the user": {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "user_defined_symbols": ["hello", "<x>", "▁▁", "\n", "a b"],
-        **IDENTITY,
-    },
+    "bpe": BPE | IDENTITY,
+    "bpe without a leading space": BPE | IDENTITY | {"add_dummy_prefix": False},
+    "bpe without extra spaces": BPE | {"normalization_rule_name": "identity"},
+    "bpe with pieces of the user": BPE | IDENTITY | {"user_defined_symbols": [*WORDS, "▁▁", "a b"]},
     "bpe with unknowns": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
-    "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
-    "unigram with pieces of the user": {
-        "model_type": "unigram",
-        "byte_fallback": True,
-        "user_defined_symbols": ["hello", "<x>", "\n", "½"],
-        "normalization_rule_name": "nmt_nfkc",
-        "remove_extra_whitespaces": False,
-    },
+    "unigram": UNIGRAM,
+    "unigram with pieces of the user": UNIGRAM
+    | {"byte_fallback": True, "user_defined_symbols": [*WORDS, "½"], "remove_extra_whitespaces": False},
 }
 LETTERS = "abcdefghijklmnopqrstuvwxyzABC0123456789.,;!?-_=<>/{}()"
 PARTS = [
@@ -265,11 +258,7 @@ def test_damaged_table_is_refused(damage: str) -> None:
 def made(pieces: Mapping[str, float], byte_fallback: bool = False) -> bytes:
     """A BPE model with these pieces, and no rules for spaces."""
     model = pb.ModelProto()
-    for text, kind in (
-        ("<unk>", spm.UNKNOWN),
-        ("<s>", spm.CONTROL),
-        ("</s>", spm.CONTROL),
-    ):
+    for text, kind in (("<unk>", spm.UNKNOWN), ("<s>", spm.CONTROL), ("</s>", spm.CONTROL)):
         model.pieces.add(piece=text, score=0.0, type=kind)
     for byte in range(256 if byte_fallback else 0):
         model.pieces.add(piece=f"<0x{byte:02X}>", score=0.0, type=6)

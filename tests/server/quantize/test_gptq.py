@@ -13,6 +13,7 @@ from server.quantize import gptq
 from server.quantize.grids import Grid, plain, search
 from server.quantize.recipe import Recipe
 from tests.server.quantisation import packers
+from tests.server.quantisation.cases import in_pairs
 
 F, D, GROUP = 12, 64, 32
 
@@ -44,8 +45,7 @@ def plain_gptq(weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
     return made.float()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize(("bits", "block"), [(2, 16), (3, 16), (4, 128)])
 def test_blocks_give_what_the_paper_s_algorithm_gives(bits: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq, "BLOCK", block)
     weight, hessian = drawn()
@@ -57,9 +57,7 @@ def test_blocks_give_what_the_paper_s_algorithm_gives(bits: int, block: int, mon
     assert output_error(weight, found, hessian) == pytest.approx(output_error(weight, expected, hessian), rel=0.02)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("bits", "symmetric", "ordered"), in_pairs((2, 3, 4), (True, False), (True, False)))
 def test_each_step_lessens_the_error(
     bits: int, symmetric: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

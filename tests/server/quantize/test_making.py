@@ -67,6 +67,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+def changed(model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a model with other tensors."""
+    folder.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((model / "config.json").read_text())
+    return folder
+
+
+def with_number(name: str, number: float) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors[name].view(-1)[5:6].fill_(number)
+
+
 def check(made: Made, model: Path, *, most: float) -> None:
     """What is served of it has the perplexity that was told, and logits near the model's."""
     dense, quantised = Served(model), Served(made.folder)
@@ -129,7 +143,10 @@ def test_few_bits_are_read_as_they_were_made(
     assert expected == names
 
 
-def test_compensated_errors_are_smaller_than_rounded_ones(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+def test_compensated_errors_are_smaller_than_rounded_ones(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.quantize.channel_scales.POWERS", 4)
     model = tiny("llama")
     errors = {}
     for name, recipe in {"gptq": Recipe("gptq", 3, 32), "awq": Recipe("awq", 3, 32)}.items():
@@ -140,14 +157,12 @@ def test_compensated_errors_are_smaller_than_rounded_ones(tiny: Callable[[str], 
 
 
 def test_an_expert_that_saw_few_tokens_is_only_rounded(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    tensors = load_file(tiny("mixtral") / "model.safetensors")
-    router = next(n for n in tensors if n.endswith("layers.1.block_sparse_moe.gate.weight"))
-    tensors[router][2] = tensors[router][0] * 0.999  # never quite as good as expert 0, but for numbers below 0
-    tensors[router][3] = 0.0
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    (model / "config.json").write_text((tiny("mixtral") / "config.json").read_text())
+    def starve(tensors: dict[str, torch.Tensor]) -> None:
+        router = tensors["model.layers.1.block_sparse_moe.gate.weight"]
+        router[2] = router[0] * 0.999  # never quite as good as expert 0, but for numbers below 0
+        router[3] = 0.0
+
+    model = changed(tiny("mixtral"), tmp_path / "model", starve)
     made = make(Recipe("gptq", 4, 32), model, tmp_path / "made", calibration=drawn(1, 24), held_out=HELD_OUT)
     assert any(step.rounded for step in made.progress if step.place in ("up", "down"))
     assert made.outcome.perplexity.after == pytest.approx(Served(made.folder).perplexity(HELD_OUT), rel=1e-3)
@@ -341,19 +356,9 @@ def test_a_perplexity_has_the_decimals_that_say_something() -> None:
     assert ["12.3457", "49021", "inf"] == [command._figure(number) for number in (12.345678, 49021.3445, float("inf"))]
 
 
-def damaged(model: Path, folder: Path, name: str, number: float) -> Path:
-    """A copy of a model, of which one number of one tensor is another."""
-    folder.mkdir()
-    tensors = load_file(model / "model.safetensors")
-    tensors[name].view(-1)[5] = number
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text((model / "config.json").read_text())
-    return folder
-
-
 @pytest.mark.parametrize("recipe", [Recipe("gptq", 4, 32), Recipe("awq", 4, 32), Recipe("w8a8", 8)])
 def test_weights_that_are_not_finite_are_refused(recipe: Recipe, tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    model = damaged(tiny("llama"), tmp_path / "model", "model.layers.1.mlp.up_proj.weight", float("nan"))
+    model = changed(tiny("llama"), tmp_path / "model", with_number("model.layers.1.mlp.up_proj.weight", math.nan))
     with pytest.raises(ValueError, match=r"not finite|not a number"):
         make(recipe, model, tmp_path / "made", held_out=HELD_OUT)
     assert [model] == list(tmp_path.iterdir())
@@ -363,15 +368,11 @@ def test_what_ends_a_run_is_told_before_its_long_part(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Quantiser, "_quantise", lambda *_: pytest.fail("a matrix was quantised"))
-    model = damaged(tiny("llama"), tmp_path / "nan", "model.norm.weight", float("nan"))
+    model = changed(tiny("llama"), tmp_path / "nan", with_number("model.norm.weight", math.nan))
     with pytest.raises(ValueError, match="perplexity of the model as it is is nan"):
         make(Recipe("gptq", 4, 32), model, tmp_path / "made")
-    model = tmp_path / "more"
-    model.mkdir()
-    tensors = load_file(tiny("llama") / "model.safetensors")
-    tensors["model.layers.0.mlp.unknown.weight"] = torch.ones(4, 4)
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    (model / "config.json").write_text((tiny("llama") / "config.json").read_text())
+    more = {"model.layers.0.mlp.unknown.weight": torch.ones(4, 4)}
+    model = changed(tiny("llama"), tmp_path / "more", lambda tensors: tensors.update(more))
     with pytest.raises(ValueError, match=r"tensors that this architecture does not use: model.layers.0.mlp.unknown"):
         make(Recipe("gptq", 4, 32), model, tmp_path / "made")
     with pytest.raises(ValueError, match="makes token 103 of the text, and the model knows 0 to 102"):
@@ -392,10 +393,5 @@ def test_room_for_what_is_made_is_foreseen(
 
 
 def test_a_loss_beyond_every_perplexity_is_told_as_infinite(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    tensors = load_file(tiny("llama") / "model.safetensors")
-    tensors["model.norm.weight"] *= 1e6
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    (model / "config.json").write_text((tiny("llama") / "config.json").read_text())
+    model = changed(tiny("llama"), tmp_path / "model", lambda tensors: tensors["model.norm.weight"].mul_(1e6))
     assert math.inf == make(Recipe("w8a8", 8), model, tmp_path / "made").outcome.perplexity.before
