@@ -54,8 +54,8 @@ test-suites: needs install
 # environment of its own below .venv-formats, which takes gigabytes; then the perplexity of the held-out text in every
 # format.
 test-formats: needs install
-	$(RUN) -m pytest -m formats tests/formats tests/server/quant $(ARGS)
-	PYTHONPATH=docs/embedded-model $(RUN) -m tests.server.quant.quantised_perplexity --check
+	$(RUN) -m pytest -m formats tests/formats tests/server/quantisation tests/server/quantize tests/server/checkpoint $(ARGS)
+	PYTHONPATH=docs/embedded-model $(RUN) -m tests.server.quantisation.quantised_perplexity --check
 
 # Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death.
 test-offload: needs install

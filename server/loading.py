@@ -25,8 +25,8 @@ from server.backends.cpu.limits import plan_threads
 from server.backends.cpu.memory import freed_at_once
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
-from server.checkpoint import quantisation
-from server.checkpoint.quantisation import Quantisation
+from server.checkpoint import formats
+from server.checkpoint.formats import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
@@ -39,8 +39,8 @@ from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.prefix.identity import identity as identify
 from server.prefix.mover import TierConfig, Tiers
-from server.quant.kv import AS_COMPUTED, KV_FORMATS
-from server.quant.sizes import Storage
+from server.quantisation.kv import AS_COMPUTED, KV_FORMATS
+from server.quantisation.sizes import Storage
 from server.ranks import distributed
 from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
@@ -187,7 +187,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         spec = with_rope_scaling(spec, config.rope_scaling or "linear", config.rope_factor or 1.0)
     validate(spec, config.stage_size)
     stage = stages_of(spec, config.num_stages)[config.stage]
-    quantised = quantisation.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
+    quantised = formats.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
     shares = config.all_reduce == THROUGH_HOST
     device = backends.open_device(config.device, config.local_rank, config.num_sharing, shares=shares)
     checkpoint, stored = _open(config, hf_config, quantised.storage if quantised.format else None)

@@ -21,9 +21,9 @@ PATHS = (ROOT, ROOT / "deploy" / "ray")
 # From the ground up: a room may import itself and those before it. The longest matching name counts.
 ROOMS = (
     "host",
-    *("server.blocks", "server.pb", "server.arch", "server.quant", "server.ranks", "server.backends"),
+    *("server.blocks", "server.pb", "server.arch", "server.quantisation", "server.ranks", "server.backends"),
     *("server.checkpoint", "server.offload", "server.prefix", "server.config", "server.link", "server.stepping"),
-    *("server.layers", "server.model", "server.quantising", "server"),
+    *("server.layers", "server.model", "server.quantize", "server"),
     *("router.errors", "router.config", "router.text", "router.sandbox", "router.scheduling", "router.grammars"),
     *("router.shards", "router.accounts", "router.telemetry", "router.batching", "router.requests", "router.http"),
     *("router.chat", "router.apis", "router.jobs", "router"),
@@ -34,7 +34,7 @@ KNOWN = {
     "router": {"server.pb"},
     "launch": {
         *("router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
-        *("server.checkpoint.files", "server.checkpoint.hub", "server.quantising.recipe"),
+        *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe"),
     },
     "launcher": {"launch", "router.config", "server.config"},
 }
@@ -174,7 +174,7 @@ def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
     # Beside them: the choices of --device, the null model, which says that it has a CPU, and a child of the launcher
     # that reads pickled files and computes nothing.
     beside = {"server.config", "server.null", "server.checkpoint.convert"}
-    beside |= {"server.quantising.recipe"}  # likewise the choices of its --device
+    beside |= {"server.quantize.recipe"}  # likewise the choices of its --device
     allowed = {"server.backends", "server.loading", "server.ranks.distributed", *beside}
     assert [] == [module for module in sorted(told_apart) if not longest_match(module, allowed)]
 

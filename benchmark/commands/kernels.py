@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from benchmark.result import BenchError, table
 from benchmark.terminal import Progress, Stage, shown
-from server.quant.noise import Kind
+from server.quantisation.random_weight import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -234,7 +234,7 @@ def launch_quantised(kind: str, rows: int, *, is_gated: bool, only_first: bool =
     from server.backends.cuda.kernels.linear import Epilogue, Workspace
     from server.backends.cuda.linear import Products
     from server.backends.cuda.quantised import CudaQuantised
-    from server.quant.noise import noise
+    from server.quantisation.random_weight import noise
 
     products = Products(Chooser(None), workspace=Workspace(torch.device("cpu"), PROCESSORS))
     shape = LayerShape(QUANTISED_WIDTH * (2 if is_gated else 1), QUANTISED_WIDTH)

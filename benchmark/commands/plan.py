@@ -24,7 +24,7 @@ from benchmark.launch import free_host_bytes
 from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from router.scheduling.queue import blocks_for
-from server.quant import sizes
+from server.quantisation import sizes
 
 THIS = "this"
 

@@ -28,7 +28,7 @@ from benchmark.cost.ceilings import GPU_READ_BYTES, Ceilings, Probe
 from benchmark.cost.devices import known
 from benchmark.result import BenchError, prepare_output, table
 from benchmark.terminal import Stage, shown
-from server.quant.noise import noise
+from server.quantisation.random_weight import noise
 
 if TYPE_CHECKING:
     import torch

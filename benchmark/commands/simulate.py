@@ -45,7 +45,7 @@ from router.config import RouterConfig
 from router.scheduling.balancing import ALIASES, POLICIES
 from router.scheduling.limits import Limits, resolve
 from router.scheduling.queue import blocks_for
-from server.quant import sizes
+from server.quantisation import sizes
 
 # The router's settings that decide who runs when; their defaults, bounds and help are `RouterConfig`'s.
 LIMITS = (

@@ -16,7 +16,7 @@ from benchmark.cost.roofline import Pipeline, ServedModel, Sums
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
 from benchmark.result import BenchError
 from server.arch.footprint import LOGIT_BYTES, step_bytes
-from server.quant import sizes
+from server.quantisation import sizes
 
 RESERVED_BYTES = 2 * 10**9  # of a GPU, for its context, libraries and fragmentation
 CPU_HEADROOM = 0.2  # of the memory that is free, left to other programs; as the server leaves it

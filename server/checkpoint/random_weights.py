@@ -20,7 +20,7 @@ from torch import Tensor
 
 from server.blocks import ceil_divide
 from server.checkpoint.formats.protocol import FLOATS
-from server.quant.sizes import Storage
+from server.quantisation.sizes import Storage
 
 LARGEST = 0.05  # of a weight's magnitudes, dense or quantised
 # Tensors that a quantised layer may lack, and these do: order of inputs, zeros of symmetric codes, scales of scales.

@@ -11,7 +11,7 @@ the sum of both times. Where the system cannot be asked so (other than Linux), n
 
 Some checkpoints have scales of keys and values for a KV cache in float8: llm-compressor and its kin write one number
 for all keys of a layer and one for all values, under several names. Scales for each head are refused; what is done with
-a scale: `server/quant/kv.py`.
+a scale: `server/quantisation/kv.py`.
 
 Left out: how quantised weights are packed (`formats/`), and downloads (`hub.py`).
 """
@@ -44,7 +44,8 @@ from server.checkpoint.formats.protocol import (
     refuse_overflow,
 )
 from server.checkpoint.random_weights import RandomCheckpoint
-from server.quant.stored import QuantisedWeight, Stored
+from server.quantisation import exclusions
+from server.quantisation.stored import QuantisedWeight, Stored
 from server.ranks.distributed import Shard
 
 AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
@@ -56,6 +57,7 @@ STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
 WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
+HEADS = frozenset(exclusions.HEADS)
 BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits
 
 
@@ -499,7 +501,14 @@ class Weights:
         if self.format is not None:
             ignored += self.format.ignored
             ignored += tuple(f"^{re.escape(name)}$" for name in self.checkpoint.zeros(self.format.zeros))
-        if left := self.checkpoint.leftovers(ignored):
+        left = self.checkpoint.leftovers(ignored)
+        if self.format is not None and (head := next((one for one in left if HEADS & {*one.split(".")[:-1]}), None)):
+            own = ", or say `tie_word_embeddings` false in config.json, so that the head is the stored one"
+            raise CheckpointError(
+                f"the head is in fewer bits ({head}), and by config.json it is tied to the embedding table, which is "
+                f"not: quantise the model anew and leave its head as it is{own if self.has('head') else ''}"
+            )
+        if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise CheckpointError(
                 f"the checkpoint has tensors that this architecture does not use: {shown}; "

@@ -21,7 +21,7 @@ from server.offload.places import OnDisk, OnHost, Place
 from server.offload.ring import PAGES
 from server.offload.share import Share
 from server.offload.stores import Store
-from server.quant.sizes import Storage
+from server.quantisation.sizes import Storage
 from server.ranks.distributed import Shard
 from server.stepping.cache import KvOnDevice
 

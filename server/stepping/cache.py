@@ -16,7 +16,7 @@ from torch import Tensor
 from server.backends.device import Device
 from server.backends.protocol import Attention, Backend
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.stepping.batch import Forward
 
 

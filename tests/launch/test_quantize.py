@@ -22,11 +22,11 @@ import launcher
 from launch.commands import quantize
 from launch.config import DEMO
 from launch.errors import Refusal
-from server.quantising.command import failure
-from server.quantising.output_folder import partial_of
-from server.quantising.recipe import Job
+from server.quantize.command import failure
+from server.quantize.output_folder import partial_of
+from server.quantize.recipe import Job
 from tests.running import ROOT
-from tests.server.quantising.making import Served
+from tests.server.quantize.making import Served
 
 LAYERS = 24
 
@@ -170,8 +170,8 @@ def test_samples_are_cut_from_the_text_and_the_last_are_held_out(text: Path, tmp
 PEAK = """
 import sys, threading, time
 from pathlib import Path
-from server.quantising.recipe import Recipe
-from tests.server.quantising.making import make
+from server.quantize.recipe import Recipe
+from tests.server.quantize.making import make
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) << 10
 make(Recipe("gptq", 4, 128), Path(sys.argv[1]), Path(sys.argv[3]))  # a small one: what libraries keep is taken
@@ -201,7 +201,7 @@ def test_memory_is_bounded_by_a_layer_and_not_by_the_model(tmp_path: Path) -> No
         nbytes[layers] = (tmp_path / str(layers) / "model.safetensors").stat().st_size
     layer = (nbytes[LAYERS] - nbytes[1]) // (LAYERS - 1)
     script = PEAK.replace(
-        "import sys,", "import server.quantising.output_folder as folder; folder.SHARD_BYTES = 1 << 20\nimport sys,"
+        "import sys,", "import server.quantize.output_folder as folder; folder.SHARD_BYTES = 1 << 20\nimport sys,"
     )
     command = [sys.executable, "-c", script, *(str(tmp_path / name) for name in ("1", str(LAYERS), "a", "b"))]
     # With an arena of the heap for each thread, a busy machine decides how much is kept for later.

@@ -21,13 +21,13 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.layers import onednn_packs
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.checkpoint import quantisation
+from server.checkpoint import formats
 from server.checkpoint.weights import Checkpoint, Weights
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
-from server.quant.kv import KV_FORMATS
+from server.quantisation.kv import KV_FORMATS
 from server.ranks.distributed import Shard
 from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine
@@ -90,7 +90,7 @@ def load_engine(
         backend = ReferenceBackend(CpuDevice()) if kernels is None else CpuBackend(kernels, dtype)
     hf_config = json.loads((folder / "config.json").read_text())
     family, spec = families.find(hf_config)
-    stored = quantisation.choose(quantise, folder, hf_config, quantise_head)
+    stored = formats.choose(quantise, folder, hf_config, quantise_head)
     weights = Weights.open(
         Checkpoint(folder),
         family.names,

@@ -32,8 +32,8 @@ from server.backends.cpu.memory import Arena
 from server.backends.protocol import Attention, GraphCapture, GroupedLinear, LinearFormat, Logits, Maximum, Norm, Scores
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.experts import LoopedExperts
-from server.quant.kv import AS_COMPUTED, Int8, KvFormat
-from server.quant.stored import QuantisedWeight, Stored
+from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
+from server.quantisation.stored import QuantisedWeight, Stored
 
 DTYPES = (torch.float32, torch.bfloat16)
 

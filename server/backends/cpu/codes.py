@@ -25,10 +25,10 @@ from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import LINE, PANEL_ROWS, PanelFormat, address_of
 from server.backends.cpu.memory import Arena
 from server.backends.protocol import Maximum
-from server.quant.packing import WORD_BITS, PackedCodes
-from server.quant.rounding import scale_of
-from server.quant.sizes import slots_of
-from server.quant.stored import QuantisedWeight
+from server.quantisation.packing import WORD_BITS, PackedCodes
+from server.quantisation.rounding import scale_of
+from server.quantisation.sizes import slots_of
+from server.quantisation.stored import QuantisedWeight
 
 
 class _CodeWeight(ctypes.Structure):

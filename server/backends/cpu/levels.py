@@ -24,7 +24,7 @@ from server.backends.cpu.layers import LINE, PANEL_ROWS, PanelFormat, WeightFiel
 from server.backends.cpu.memory import Arena
 from server.backends.protocol import Maximum
 from server.backends.reference.quantised import InputRounding
-from server.quant.stored import QuantisedWeight
+from server.quantisation.stored import QuantisedWeight
 
 
 class _Levels(ctypes.Structure):

@@ -19,7 +19,7 @@ from server.backends.cuda.kernels.rotate import rotate_and_store, rotated
 from server.backends.cuda.kernels.splits import Processors, processors_of
 from server.backends.cuda.kernels.store import store
 from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 
 class PagedAttention:

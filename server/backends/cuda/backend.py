@@ -31,8 +31,8 @@ from server.backends.protocol import (
 )
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.experts import LoopedExperts
-from server.quant.kv import AS_COMPUTED, KvFormat
-from server.quant.stored import QuantisedWeight, Stored
+from server.quantisation.kv import AS_COMPUTED, KvFormat
+from server.quantisation.stored import QuantisedWeight, Stored
 
 
 class CudaBackend(ReferenceBackend):

@@ -33,7 +33,7 @@ from server.backends.cuda.linear import Products, named, names_of
 from server.backends.cuda.packing import PackedWeight, pack, stacked_weights
 from server.backends.protocol import GroupedLinear, Maximum
 from server.backends.reference.linear import Gate, activated
-from server.quant.stored import QuantisedWeight, RoundedInputs
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 # Rows from which a gate is an operator of its own: the kernel's tiles have no room for both halves of so many.
 UNGATED_ROWS = 256

@@ -30,8 +30,8 @@ from server.backends.reference.linear import DenseFormat, Gate, stock_gate
 from server.backends.reference.logits import StockLogits
 from server.backends.reference.norm import make_norm
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant.kv import AS_COMPUTED, KvFormat
-from server.quant.stored import QuantisedWeight, Stored
+from server.quantisation.kv import AS_COMPUTED, KvFormat
+from server.quantisation.stored import QuantisedWeight, Stored
 
 
 class ReferenceBackend:

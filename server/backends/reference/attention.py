@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.backends.protocol import Rotation, Scores, StepMeta
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 
 class StoringAttention(ABC):

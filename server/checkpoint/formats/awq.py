@@ -27,10 +27,10 @@ from server.checkpoint.formats.protocol import (
     covering,
     finite,
 )
-from server.quant import left_out
-from server.quant.configs import AGAIN, Budget, group_size, shown
-from server.quant.packing import Codes, PackedCodes, joined_outputs, unpacked
-from server.quant.stored import QuantisedWeight, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import AGAIN, Budget, group_size, shown
+from server.quantisation.packing import Codes, PackedCodes, joined_outputs, unpacked
+from server.quantisation.stored import QuantisedWeight, contiguous_groups
 
 BITS = 4
 PACKED = 8  # outputs in a word
@@ -72,7 +72,7 @@ class AwqFormat(Format):
                 "export it as quark and not as awq"
             )
         self._group_size = group_size(_either(config, ("group_size", "q_group_size"), 128), "an awq checkpoint")
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("qweight")

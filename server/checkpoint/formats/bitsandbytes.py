@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.formats.protocol import Format, FormatError, Part, Ranges, Tensors, covering, finite
-from server.quant import left_out
-from server.quant.configs import LEAST_GROUP, MOST_GROUP, Budget, shown, whole_number
-from server.quant.stored import QuantisedWeight, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import LEAST_GROUP, MOST_GROUP, Budget, shown, whole_number
+from server.quantisation.stored import QuantisedWeight, contiguous_groups
 
 MOST_STATE = 1 << 16  # bytes of a state, which has a few hundred
 KINDS = ("nf4", "fp4")
@@ -54,7 +54,7 @@ class BitsAndBytesFormat(Format):
                 f"`bnb_4bit_quant_type` {shown(self._kind)} of a bitsandbytes checkpoint is not served: "
                 f"{' and '.join(KINDS)} are, take another checkpoint of this model"
             )
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("SCB") if self._is_int8 else any(map(tensors.has, STATES.values()))

@@ -28,9 +28,9 @@ from server.checkpoint.formats.protocol import (
     numbers_of_float8,
     rows_of_all,
 )
-from server.quant import left_out
-from server.quant.configs import AGAIN, Budget, block_size, shown
-from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import AGAIN, Budget, block_size, shown
+from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 FLOAT8 = torch.float8_e4m3fn
 SCHEMES = ("dynamic", "static")
@@ -59,7 +59,7 @@ class Float8Format(Format):
             )
         if self._scheme == "dynamic":  # calibrated, and then decided otherwise
             self.ignored += (r"\.(input|activation)_scale$",)
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
         self._most = _bound(config.get("activation_scale_ub"))
 
     def has(self, tensors: Tensors) -> bool:

@@ -29,10 +29,10 @@ from server.checkpoint.formats.protocol import (
     covering,
     finite,
 )
-from server.quant import left_out
-from server.quant.configs import Budget, group_size, shown
-from server.quant.packing import WORD_BITS, packed_inputs, unit_of, unpack, words_of
-from server.quant.stored import QuantisedWeight, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import Budget, group_size, shown
+from server.quantisation.packing import WORD_BITS, packed_inputs, unit_of, unpack, words_of
+from server.quantisation.stored import QuantisedWeight, contiguous_groups
 
 BITS = (2, 3, 4, 8)
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # of the packing, and what is added to its codes of 0
@@ -57,9 +57,9 @@ class GptqFormat(Format):
             )
         self._zero_offset = VERSIONS[version]
         self._usual = settings_of(config)
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
         self._of_rules = [
-            None if rule.is_dense else settings_of({**config, **rule.change}) for rule in self.left_out.rules.all
+            None if rule.is_dense else settings_of({**config, **rule.change}) for rule in self.exclusions.rules.all
         ]
         self._known: dict[str, Settings | None] = {}  # name of a layer -> its settings
 
@@ -69,7 +69,7 @@ class GptqFormat(Format):
     def _settings(self, name: str) -> Settings | None:
         """Those of a layer: of the first pattern of `dynamic` that names it, or the usual ones; None: it is dense."""
         if name not in self._known:
-            place = self.left_out.rules.place_of(name)
+            place = self.exclusions.rules.place_of(name)
             self._known[name] = self._usual if place is None else self._of_rules[place]
         return self._known[name]
 

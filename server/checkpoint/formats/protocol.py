@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from server.quant.configs import FormatError as FormatError
-from server.quant.left_out import HEADS_AND_ROUTERS, LeftOut, Names
-from server.quant.stored import QuantisedWeight
+from server.quantisation.configs import FormatError as FormatError
+from server.quantisation.exclusions import HEADS_AND_ROUTERS, Exclusions, Names
+from server.quantisation.stored import QuantisedWeight
 
 Ranges = Sequence[tuple[int, int]]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -111,14 +111,14 @@ class Format(ABC):
     """How a checkpoint stores the weights of those linear layers that it has in fewer bits.
 
     name: as `--quantize` and people know it; ignored: patterns of tensors that may be there and are not needed; zeros:
-    patterns of those that are not needed because they are zeros; left_out: layers that are dense, as the config says:
+    patterns of those that are not needed because they are zeros; exclusions: layers that are dense, as the config says:
     only where weights are random is it asked, otherwise the tensors tell.
     """
 
     name: str
     ignored: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
-    left_out: LeftOut = LeftOut(Names(HEADS_AND_ROUTERS))
+    exclusions: Exclusions = Exclusions(Names(HEADS_AND_ROUTERS))
 
     @abstractmethod
     def has(self, tensors: Tensors) -> bool:
@@ -130,7 +130,7 @@ class Format(ABC):
 
     def leaves_out(self, name: str) -> bool:
         """Whether the config says that this layer is dense."""
-        return self.left_out.hold(name)
+        return self.exclusions.hold(name)
 
 
 def finite(tensors: Tensors, suffix: str, numbers: Tensor) -> Tensor:

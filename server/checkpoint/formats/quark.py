@@ -1,4 +1,4 @@
-"""Checkpoints of AMD Quark, which has a scheme for all layers, and others for some of them (`server/quant/quark.py`).
+"""Checkpoints of AMD Quark, which has a scheme for all layers, and others for some (`server/quantisation/quark.py`).
 
 Of a layer [F, D] with G groups of inputs:
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.formats.awq import PACKED, PLACES, packed_outputs
-from server.checkpoint.formats.float4 import float4_codes, float4_levels, of_exponents
+from server.checkpoint.formats.compressed import float4_codes, float4_levels, of_exponents
 from server.checkpoint.formats.float8 import FLOAT8, read_above_0, read_scalar, scale_of_rows
 from server.checkpoint.formats.protocol import (
     FLOATS,
@@ -39,11 +39,11 @@ from server.checkpoint.formats.protocol import (
     numbers_of_float8,
     rows_of_all,
 )
-from server.quant import left_out
-from server.quant.configs import Budget, shown
-from server.quant.packing import Codes, PackedCodes, unpack_rows, unpacked
-from server.quant.quark import Layers, Scheme
-from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import Budget, shown
+from server.quantisation.packing import Codes, PackedCodes, unpack_rows, unpacked
+from server.quantisation.quark import Layers, Scheme
+from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 RAISED = 8  # of signed codes of 4 bits
 SIGNS = -0x77777778  # 0x88888888: the highest bit of each code of a word
@@ -66,7 +66,7 @@ class QuarkFormat(Format):
                 f"{shown(order)}; take a checkpoint that Quark 1.0 or newer exported"
             )
         self._places = ORDERS[order]
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("weight_scale")

@@ -1,6 +1,6 @@
 """Checkpoints of torchao whose weights alone are in fewer bits, as transformers 5 saves them.
 
-Of a layer [F, D] with G groups of inputs, by the class of its tensor (`server/quant/torchao.py`):
+Of a layer [F, D] with G groups of inputs, by the class of its tensor (`server/quantisation/torchao.py`):
 
     _weight_qdata      [F, D] int8               Int8Tensor, and IntxUnpackedToInt8Tensor for codes of 1 to 8 bits
                        [F, D] float8_e4m3fn      Float8Tensor
@@ -34,11 +34,11 @@ from server.checkpoint.formats.protocol import (
     numbers_of_float8,
     rows_of_all,
 )
-from server.quant import left_out
-from server.quant.configs import Budget, shown
-from server.quant.packing import Codes, packed_inputs
-from server.quant.stored import QuantisedWeight, contiguous_groups
-from server.quant.torchao import Layout, layout_of, plain
+from server.quantisation import exclusions
+from server.quantisation.configs import Budget, shown
+from server.quantisation.packing import Codes, packed_inputs
+from server.quantisation.stored import QuantisedWeight, contiguous_groups
+from server.quantisation.torchao import Layout, layout_of, plain
 
 RAISED = 8  # what is added to signed codes of 4 bits, so that they are from 0 on
 IN_WORD = 8  # codes of 4 bits
@@ -54,7 +54,7 @@ class TorchaoFormat(Format):
 
     def __init__(self, config: Mapping[str, Any], budget: Budget):
         self._layout = layout_of(config)
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("_weight_qdata")

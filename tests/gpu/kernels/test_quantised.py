@@ -10,7 +10,7 @@ import torch
 from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
 from server.arch.spec import Activation
 from server.backends.reference.linear import stock_gate
-from server.quant.noise import noise
+from server.quantisation.random_weight import noise
 from tests.gpu.selection import first
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
 from tests.server.backends.cuda.linear_cases import close, products

@@ -37,7 +37,7 @@ from server.backends.device import map_pages
 from server.backends.protocol import Attention, Computation, GraphCapture, Rotation, Scores, StepMeta, split_heads
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.attention import BatchedAttention, StoringAttention, rotate
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 NAME = "standin"
 SETUP = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)

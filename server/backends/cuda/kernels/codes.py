@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
-"""The KV cache in bytes: how the attention kernels make codes of rows, and numbers of codes (`server/quant/kv.py`).
+"""The KV cache in bytes: how the attention kernels make codes of rows, and numbers of codes (`quantisation/kv.py`).
 
 Integers do both, so that every GPU takes both kinds of float8, and that all round alike. A row's scale in int8 is
 bfloat16, kept as bits. Where a cache is as computed, nothing here takes part.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.quant.kv import AS_COMPUTED, Float8E4M3, Float8E5M2, Int8, KvFormat
+from server.quantisation.kv import AS_COMPUTED, Float8E4M3, Float8E5M2, Int8, KvFormat
 
 PLAIN, INT8, E4M3, E5M2 = (tl.constexpr(kind) for kind in range(4))
 KINDS: Mapping[str, tl.constexpr] = {

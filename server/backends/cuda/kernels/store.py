@@ -12,7 +12,7 @@ from torch import Tensor
 
 from server.backends.cuda.kernels.codes import Stored, code_offsets, scale_offsets, store_row
 from server.backends.cuda.kernels.common import padded
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 # Elements of a program's tile: 8 KiB in 16 bits, two 16-byte accesses for each of 128 threads and each of k and v.
 TILE_ELEMENTS = 2048

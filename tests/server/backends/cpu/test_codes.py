@@ -20,11 +20,11 @@ from server.backends.cpu.memory import Arena
 from server.backends.reference.experts import LoopedExperts
 from server.backends.reference.linear import ACTIVATIONS
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant import sizes
-from server.quant.packing import WORD_BITS, PackedCodes, pack
-from server.quant.rounding import float8_rows, int8_rows, int8_weights
-from server.quant.sizes import Storage
-from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation import sizes
+from server.quantisation.packing import WORD_BITS, PackedCodes, pack
+from server.quantisation.rounding import float8_rows, int8_rows, int8_weights
+from server.quantisation.sizes import Storage
+from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 from tests.running import ROOT
 
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 33, 150)

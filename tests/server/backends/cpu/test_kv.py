@@ -19,7 +19,7 @@ from server.backends.cpu.attention import KINDS, KernelAttention
 from server.backends.protocol import Attention, Scores, StepMeta
 from server.backends.reference.attention import ReferenceAttention
 from server.blocks import BLOCK_SIZE
-from server.quant.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat
 from tests.server.backends.cpu.test_kernels import (
     BLOCKS,
     DTYPES,

@@ -18,8 +18,8 @@ from server.backends.cpu.levels import LevelFormat
 from server.backends.cpu.memory import Arena
 from server.backends.reference.experts import LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant.rounding import float8_rows, int8_rows, int8_weights
-from server.quant.stored import QuantisedWeight, RoundedInputs
+from server.quantisation.rounding import float8_rows, int8_rows, int8_weights
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 from tests.server.backends.cpu.test_codes import grouped, out_of_order, random
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -19,7 +19,7 @@ from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.machine_code import MATRIX, MachineCode
 from server.backends.protocol import Summand, split_heads
 from server.blocks import BLOCK_SIZE
-from server.quant.kv import KV_FORMATS
+from server.quantisation.kv import KV_FORMATS
 from tests.server.backends.cuda.compiled_cases import CPU, found, of_kernel
 from tests.server.backends.cuda.kernel_cases import (
     BLOCKS,

@@ -22,8 +22,8 @@ from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.around import finish_integers
 from server.backends.cuda.kernels.linear import Epilogue
 from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode
-from server.quant.noise import Kind, noise
-from server.quant.stored import QuantisedWeight, RoundedInputs
+from server.quantisation.random_weight import Kind, noise
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 from tests.server.backends.cuda.compiled_cases import CPU, found
 from tests.server.backends.cuda.compiled_linear import Operators
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, in_suite

@@ -10,7 +10,7 @@ import torch
 
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
-from server.quant.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Float8E5M2, Int8, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Float8E5M2, Int8, KvFormat
 from tests.server.backends.cuda.interpreted_cases import quick_calls
 from tests.server.backends.cuda.kernel_cases import CASES, ONE_SPLIT, check_codes, check_quantised
 from tests.server.driver import Prompt, generate, load_engine

@@ -28,8 +28,8 @@ from server.backends.cuda.packing import pack, why_not_packed
 from server.backends.cuda.quantised import CudaQuantised
 from server.backends.reference.linear import stock_gate
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant.noise import noise
-from server.quant.stored import RoundedInputs
+from server.quantisation.random_weight import noise
+from server.quantisation.stored import RoundedInputs
 from tests.server.backends.cuda.interpreted_cases import quick_calls
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, in_suite
 from tests.server.backends.cuda.linear_cases import products

@@ -22,7 +22,7 @@ from server.backends.reference.linear import DenseFormat, stock_gate
 from server.backends.reference.norm import LayerNorm, RmsNorm
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 from tests.server.backends.test_attention import step_of
 
 if TYPE_CHECKING:
