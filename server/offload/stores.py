@@ -27,7 +27,7 @@ from torch import Tensor
 from host.direct_io import PAGE, page_aligned
 from server.backends.device import Device, Event, Link
 
-STAGE_BYTES = 8 << 20  # of one piece of pinned memory between a disk and a GPU
+STAGE_BYTES = 16 << 20  # of one piece of pinned memory between a disk and a GPU
 STAGES = 4
 
 Bytes = NDArray[np.uint8]
