@@ -20,12 +20,11 @@ from torch import Tensor
 from server.backends.device import Device
 from server.backends.protocol import StepMeta
 from server.model.layer import Layer, LayerStep, Stream
-from server.offload.cost import SLOTS
+from server.offload.cost import SLOTS, Span, Times
 from server.offload.disk_store import DiskError
 from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import Store
-from server.offload.times import Span, Times
 
 
 class AnyLayer(Protocol):

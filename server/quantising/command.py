@@ -34,7 +34,7 @@ from server.quantising.layerwise import Perplexity, Progress, Quantiser, Report
 from server.quantising.output_folder import OutputFolder, config_of, output_folder, partial_of, scale_dtype, tensors_of
 from server.quantising.plan import PLACES, MatrixSet, Plan, make_plan
 from server.quantising.recipe import Job, Recipe
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 
 WIDTH = 24  # of the bar, in characters
 FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from server.arch.stages import Stage
 from server.backends.device import Device, Event
-from server.ranks.distributed import COLLECTIVE_TIMEOUT, PeerLost, Shard
+from server.ranks.collectives import COLLECTIVE_TIMEOUT, PeerLost, Shard
 from server.stepping.batch import Carried, Tables
 from server.stepping.sequences import SequenceState, TokenRun
 

@@ -28,7 +28,7 @@ from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
 from server.quant.kv import KV_FORMATS
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine
 from server.stepping.pipeline import StageConnections, StageNeighbours

@@ -16,7 +16,7 @@ from server.config import ShardConfig
 from server.loading import load
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.service import ShardService, serve
 from server.stepping.warmup import warm_up
 from tests.cpu_kernels import asked

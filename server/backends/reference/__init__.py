@@ -26,9 +26,8 @@ from server.backends.protocol import (
 )
 from server.backends.reference.attention import BatchedAttention
 from server.backends.reference.experts import GroupedDense, LoopedExperts, StockRouting
-from server.backends.reference.linear import DenseFormat, Gate, stock_gate
+from server.backends.reference.linear import DenseFormat, Gate, make_norm, stock_gate
 from server.backends.reference.logits import StockLogits
-from server.backends.reference.norm import make_norm
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant.kv import AS_COMPUTED, KvFormat
 from server.quant.stored import QuantisedWeight, Stored

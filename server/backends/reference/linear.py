@@ -1,4 +1,4 @@
-"""Linear layers in stock torch operators, and what follows them in an mlp: the weight as it is in the checkpoint.
+"""Linear layers in stock torch operators, the weight as it is in the checkpoint, and the norms and gates between them.
 
 Shapes: T tokens, D input features, F output features.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.device import alone
-from server.backends.protocol import LinearFormat
+from server.backends.protocol import LinearFormat, Norm
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: F.gelu,
@@ -124,3 +124,31 @@ class StackedLinear:
         """x [T, D] → x @ weightᵀ + bias, [T, F]."""
         y = torch.cat([part(x, None) for part in self._parts], dim=1)
         return y if bias is None else y + bias
+
+
+class LayerNorm(Norm):
+    """Zero mean and unit variance, scaled and shifted, in x's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float):
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
+
+
+class RmsNorm(Norm):
+    """Unit root mean square, scaled; computed in float32, returned in x's dtype."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self._weight = weight.float()
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self._weight.shape, self._weight, self._eps).to(x.dtype)
+
+
+def make_norm(weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
+    """LayerNorm where `is_centred`, else RMSNorm."""
+    return LayerNorm(weight, bias, eps) if is_centred else RmsNorm(weight, eps)

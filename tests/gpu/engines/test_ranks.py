@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.gpu.nccl_rank import TIMEOUT
 from tests.server.conftest import save_tiny_bloom
 from tests.server.ranks.sharing_ranks import tokens_of_ranks

@@ -46,7 +46,7 @@ from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, CheckpointError, ReadAhead, Weights
 from server.layers.position import Rotary
 from server.model.load import load as load_model
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.running import ROOT
 
 FOLDER = Path(__file__).parent / "real_shapes"

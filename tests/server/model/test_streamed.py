@@ -30,7 +30,7 @@ from server.offload.disk_store import DiskError, DiskStore
 from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import HostStore, StagedStore
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.driver import generate, load_engine
 from tests.server.offload.streaming import LinkedDevice, streaming, weight_file

@@ -12,7 +12,7 @@ from torch import Tensor
 from server.checkpoint.quantisation import IN_FLIGHT
 from server.quant.rounding import fp4_levels, int4_groups, int8_rows, nf4_levels
 from server.quant.stored import padded
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import tensor_parallel

@@ -20,7 +20,7 @@ from server.backends.reference.attention import BatchedAttention, ReferenceAtten
 from server.blocks import BLOCK_SIZE
 from server.config import KV_CACHE_DTYPES
 from server.quant.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.cache import KVShape
 from tests.running import ROOT
 from tests.server.backends.test_attention import SLOPES, STEPS, step_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.driver import Prompt, generate, load_engine
 from tests.server.quant.cases import PAIRS, Quantised, prompt_of
 from tests.server.ranks import tensor_parallel

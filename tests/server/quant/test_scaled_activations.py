@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from server.checkpoint.weights import CheckpointError
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant import quantised
 from tests.server.quant.cases import WEIGHTS, prompt_of

@@ -38,7 +38,7 @@ from server.quantising.calibration import Inputs, Streams, Texts, watched
 from server.quantising.command import run
 from server.quantising.plan import matrix_sets_of
 from server.quantising.recipe import Job, Recipe
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.running import ROOT
 
 DEMO = ROOT / "server" / "demo"

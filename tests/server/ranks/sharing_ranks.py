@@ -25,7 +25,7 @@ from server import backends
 from server.backends import Backend
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Computation, GraphCapture
-from server.ranks.distributed import Shard, connect, disconnect
+from server.ranks.collectives import Shard, connect, disconnect
 from server.ranks.host_sums import HostCollectives
 from tests.running import ROOT
 from tests.server.driver import CPU, Prompt, generate, load_engine

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.ranks.distributed import PeerLost, Shard
+from server.ranks.collectives import PeerLost, Shard
 from server.ranks.host_sums import HostCollectives, Operation
 from tests.server.backends.cuda.test_triton import needs_triton
 from tests.server.driver import generate, load_engine

@@ -18,7 +18,7 @@ import torch
 
 from server.arch import families
 from server.arch.spec import validate
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.running import ROOT, kill_group
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO

@@ -18,7 +18,7 @@ from server.arch.spec import ArchSpec
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.device import CaptureFailed
 from server.backends.protocol import Computation, GraphCapture
-from server.ranks.distributed import connect, disconnect
+from server.ranks.collectives import connect, disconnect
 from server.stepping.warmup import _captured
 from tests.cpu_kernels import load
 from tests.server.driver import CPU, generate, load_engine

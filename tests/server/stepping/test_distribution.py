@@ -15,7 +15,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.logit_rules import History, RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark, choose_captured, greenlist, settings_of
 from server.stepping.vocabulary import Vocabulary

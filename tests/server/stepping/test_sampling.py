@@ -18,7 +18,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits, exponential_noise
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.logit_rules import RecentTokens, TokenBiases
 from server.stepping.sampling import (
     History,

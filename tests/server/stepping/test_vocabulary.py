@@ -20,7 +20,7 @@ from server.backends.reference.linear import DenseFormat
 from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.layers.embedding import Head
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.logit_rules import History, RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary

@@ -13,10 +13,10 @@ from torch import Tensor
 from server.arch import families
 from server.arch.spec import Activation, ArchSpec
 from server.backends.cpu import CpuBackend
-from server.backends.cpu.codes import CodeFormat, arranged, takes
-from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.kernels import Kernels
+from server.backends.cpu.layers import KernelExperts
 from server.backends.cpu.memory import Arena
+from server.backends.cpu.quantised import CodeFormat, arranged, takes
 from server.backends.reference.experts import LoopedExperts
 from server.backends.reference.linear import ACTIVATIONS
 from server.backends.reference.quantised import QuantisedFormat

@@ -28,9 +28,8 @@ from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
 from server.backends.protocol import Attention, Rotation, Scores, StepMeta, Summand
 from server.backends.reference.attention import BatchedAttention, ReferenceAttention
 from server.backends.reference.attention import rotate as rotate_stock
-from server.backends.reference.linear import ACTIVATIONS
+from server.backends.reference.linear import ACTIVATIONS, LayerNorm, RmsNorm
 from server.backends.reference.logits import exponential_noise
-from server.backends.reference.norm import LayerNorm, RmsNorm
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
 from tests.cpu_kernels import asked

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.cpu import CpuBackend
-from server.backends.cpu.codes import CodeFormat
-from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.kernels import Kernels
-from server.backends.cpu.layers import PanelFormat
-from server.backends.cpu.levels import LevelFormat
+from server.backends.cpu.layers import KernelExperts, PanelFormat
 from server.backends.cpu.memory import Arena
+from server.backends.cpu.quantised import CodeFormat, LevelFormat
 from server.backends.reference.experts import LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant.rounding import float8_rows, int8_rows, int8_weights

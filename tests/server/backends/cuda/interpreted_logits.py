@@ -13,7 +13,7 @@ from torch import Tensor
 
 from server.backends.cuda.kernels import search
 from server.backends.reference.logits import StockLogits
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.backends.cuda import logit_ranks
 from tests.server.backends.cuda.interpreted_cases import quick_calls
 from tests.server.backends.cuda.logit_cases import (

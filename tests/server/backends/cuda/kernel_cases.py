@@ -18,8 +18,7 @@ from server.arch.spec import Activation, Alibi
 from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand, split_heads
 from server.backends.reference.attention import ReferenceAttention, rotate
 from server.backends.reference.experts import StockRouting
-from server.backends.reference.linear import DenseFormat, stock_gate
-from server.backends.reference.norm import LayerNorm, RmsNorm
+from server.backends.reference.linear import DenseFormat, LayerNorm, RmsNorm, stock_gate
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
 from server.quant.kv import AS_COMPUTED, KvFormat
@@ -210,7 +209,7 @@ def check_quantised(case: Case, format: KvFormat, dtype: torch.dtype, device: to
 
 def check_codes(format: KvFormat, device: torch.device) -> None:
     """Rows of all sizes, ties, and what is no number are stored to the bit as the reference stores them."""
-    from server.backends.cuda.kernels.store import store
+    from server.backends.cuda.kernels.cache import store
 
     k, v = random(2, 64, 3, 80, dtype=torch.float32, device=device)
     k *= torch.logspace(-20, 20, 64, device=device).view(64, 1, 1)

@@ -13,7 +13,7 @@ from server.backends.cuda.kernels import search
 from server.backends.cuda.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.blocks import ceil_divide
-from server.ranks.distributed import Shard, connect, disconnect
+from server.ranks.collectives import Shard, connect, disconnect
 from server.stepping.logit_rules import History
 from server.stepping.sampling import Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
