@@ -24,53 +24,53 @@ from server.backends.cuda.linear import CudaDense
 from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode
 from server.layers.mlp import MoeMlp
 from tests.server.backends.cuda.compiled_cases import found
-from tests.server.backends.cuda.kernel_cases import MANY_SPLITS
+from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, in_suite
 from tests.server.backends.cuda.linear_cases import products
 
 __all__ = ["found"]
 
 
 def check(code: MachineCode, tiling: Tiling) -> None:
-    """Nothing is spilled, and as many programs fit on a multiprocessor as the grid counts on."""
-    assert 0 == code.local_bytes, (tiling, code)
+    """Nothing is spilled, weights come in whole units, and as many programs fit as the grid counts on."""
+    assert 0 == code.local_bytes and code.full_instructions[WHOLE_UNITS], (tiling, code)
     assert code.programs_per_processor >= tiling.resident, (tiling, code)
 
 
-# The first one of each, which is taken where nothing was measured; the others are left to the command.
-TILINGS = [
-    (rows, dtype, is_gated, tilings(rows, dtype, is_gated=is_gated)[0])
-    for rows, dtype, gated in (
-        (8, torch.bfloat16, (False, True)),
-        (16, torch.bfloat16, (False,)),
-        (64, torch.bfloat16, (True,)),
-        (8, torch.float32, (True,)),
-    )
-    for is_gated in gated
+# Rows, dtype, gates: the first tiling of each, which is taken where nothing was measured; others are the command's.
+SHAPES = [
+    (64, torch.bfloat16, True),
+    (8, torch.bfloat16, False),
+    (8, torch.bfloat16, True),
+    (16, torch.bfloat16, False),
+    (8, torch.float32, True),
 ]
 
 
-def test_products_read_ahead_and_spill_nothing(found: list[MachineCode]) -> None:
-    for rows, dtype, is_gated, tiling in TILINGS:
-        launch_product(rows, dtype, is_gated=is_gated, tiling=tiling)
-    for (_, dtype, _, tiling), code in zip(TILINGS, found, strict=True):
-        check(code, tiling)
-        assert code.full_instructions[WHOLE_UNITS], (tiling, code)
-        products = sum(count for name, count in code.full_instructions.items() if name.startswith(("HMMA", "HGMMA")))
-        assert (products > 0) == (dtype != torch.float32), (tiling, code)
-        if dtype == torch.bfloat16:
-            copies = sum(count for name, count in code.full_instructions.items() if name.startswith("LDGSTS"))
-            narrow_copies = copies - code.full_instructions[WHOLE_UNITS]
-            assert narrow_copies <= tiling.stages, (tiling, code)  # of the rows alone, once a stage
+@pytest.mark.parametrize(("rows", "dtype", "is_gated"), in_suite(SHAPES[:2], SHAPES))
+def test_products_read_ahead_and_spill_nothing(
+    rows: int, dtype: torch.dtype, is_gated: bool, found: list[MachineCode]
+) -> None:
+    tiling = tilings(rows, dtype, is_gated=is_gated)[0]
+    launch_product(rows, dtype, is_gated=is_gated, tiling=tiling)
+    (code,) = found
+    check(code, tiling)
+    counts = code.full_instructions
+    assert any(count for name, count in counts.items() if name.startswith(("HMMA", "HGMMA"))) == (
+        dtype != torch.float32
+    ), code
+    if dtype == torch.bfloat16:
+        copies = sum(count for name, count in counts.items() if name.startswith("LDGSTS"))
+        assert copies - counts[WHOLE_UNITS] <= tiling.stages, (tiling, code)  # of the rows alone, once a stage
 
 
-def test_experts_read_ahead_and_spill_nothing(found: list[MachineCode]) -> None:
-    # Rows of all experts, and of the tile that they are computed in.
-    kinds = [(2, 8, True), (64, 16, False)]
-    for rows, _, is_gated in kinds:
-        launch_product(rows, torch.bfloat16, is_gated=is_gated, experts=8)
-    for code, (_, tile_rows, is_gated) in zip(found, kinds, strict=True):
-        check(code, tilings(tile_rows, torch.bfloat16, is_gated=is_gated)[0])
-        assert code.full_instructions[WHOLE_UNITS]
+# Rows of all experts, and of the tile that they are computed in.
+@pytest.mark.parametrize(("rows", "tile_rows", "is_gated"), in_suite([(2, 8, True)], [(64, 16, False)]))
+def test_experts_read_ahead_and_spill_nothing(
+    rows: int, tile_rows: int, is_gated: bool, found: list[MachineCode]
+) -> None:
+    launch_product(rows, torch.bfloat16, is_gated=is_gated, experts=8)
+    (code,) = found
+    check(code, tilings(tile_rows, torch.bfloat16, is_gated=is_gated)[0])
 
 
 def test_inputs_that_are_no_whole_units_compile(found: list[MachineCode]) -> None:
@@ -104,8 +104,7 @@ def launches(found: list[MachineCode], rows: int, activation: Activation | None)
 
 
 def test_a_decodes_product_is_one_launch_whatever_follows_it(found: list[MachineCode]) -> None:
-    for activation in (None, Activation.GELU):
-        assert ["kernel"] == launches(found, 1, activation)
+    assert ["kernel"] == launches(found, 1, Activation.GELU)
 
 
 def test_many_rows_have_bias_and_activation_in_the_product_of_cublas(found: list[MachineCode]) -> None:

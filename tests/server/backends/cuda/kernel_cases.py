@@ -6,7 +6,7 @@ be told before its import whether to interpret.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,11 @@ BLOCKS = 64
 ONE_SPLIT, MANY_SPLITS = 1, 4  # multiprocessors to fill: with one, four programs are enough, and nothing is split
 
 
-def in_suite(suite: Sequence[Any], whole: Iterable[Any]) -> list[Any]:
+def in_suite(suite: Iterable[Any], whole: Iterable[Any]) -> list[Any]:
     """Parameters: those of the suite, then the rest of the whole, which `make test-kernels` runs."""
-    rest = [case for case in whole if case not in suite]
-    return [*suite, *(pytest.param(*(case if type(case) is tuple else [case]), marks=KERNELS) for case in rest)]
+    kept = list(suite)
+    rest = [case for case in whole if case not in kept]
+    return [*kept, *(pytest.param(*(case if type(case) is tuple else [case]), marks=KERNELS) for case in rest)]
 
 
 def plain(num_heads: int) -> Scores:
