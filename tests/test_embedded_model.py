@@ -180,7 +180,9 @@ def test_every_kind_of_document_appears() -> None:
     assert set(kinds) == set(corpus.KINDS)
 
 
-def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any) -> None:
+def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "BATCH_TOKENS", 512)
+    monkeypatch.setattr(train, "POOL", 32)
     trained, steps, tokens = train.train_model(tokenizer.backend_tokenizer, seed=3, steps=1, minutes=0)
     torch.manual_seed(3)
     fresh = dict(BloomForCausalLM(train.model_config()).named_parameters())

@@ -375,7 +375,7 @@ def test_the_settings_are_what_the_engine_does(tmp_path: Path, kernels: Kernels)
     config = shard_config(tmp_path, device="cpu", kv_on_device="50%", offload_dir=str(tmp_path))
     with ExitStack() as stack:
         engine, _ = loading.load(config)
-        stack.callback(loading.distributed.disconnect)
+        stack.callback(loading.collectives.disconnect)
         stack.callback(engine.release)
         engine.allocate(20 * BLOCK_SIZE, total_tokens=64)
         assert "10 on the device, 10 in --offload-dir" in engine.kv_placement.offloaded

@@ -49,10 +49,10 @@ class AtOnce:
 
 
 class Repeating:
-    """Captures by running the computation itself again."""
+    """Captures by running the computation itself again. Each form takes seconds to interpret."""
 
-    sizes = (2, 5, 8)
-    prompt_tokens = (16,)
+    sizes = (2,)
+    prompt_tokens = ()
     computes = False
 
     def __call__(self, function: Computation) -> Computation:

@@ -46,7 +46,7 @@ def whole(size: int) -> Vocabulary:
 def choose(
     logits: Tensor,
     choices: list[TokenChoice],
-    position: int = 5,
+    position: int | Tensor = 5,
     histories: list[History | None] | None = None,
     watermark: Watermark = WATERMARK,
 ):  # type: ignore[no-untyped-def]
@@ -54,7 +54,7 @@ def choose(
     sampler = Sampler(choices, watermark, CPU, whole(logits.shape[-1]))
     return sampler(
         logits.clone().expand(rows, -1).contiguous(),
-        positions=torch.full((rows,), position),
+        positions=torch.as_tensor(position).expand(rows),
         previous=torch.zeros(rows, dtype=torch.int64),
         histories=histories or [None] * rows,
     )
@@ -245,11 +245,8 @@ def test_samples_follow_the_distribution() -> None:
 
 
 def test_positions_of_one_seed_are_independent() -> None:
-    logits = torch.zeros(1, 2)
-    draws = torch.stack(
-        [choose(logits, [TokenChoice(do_sample=True, seed=1)], position=p).token_ids for p in range(4000)]
-    )
-    pairs = torch.bincount(draws[:-1, 0] * 2 + draws[1:, 0], minlength=4) / 3999
+    draws = choose(torch.zeros(1, 2), [TokenChoice(do_sample=True, seed=1)] * 4000, torch.arange(4000)).token_ids
+    pairs = torch.bincount(draws[:-1] * 2 + draws[1:], minlength=4) / 3999
     torch.testing.assert_close(pairs, torch.full((4,), 0.25), atol=0.03, rtol=0)
 
 
