@@ -181,8 +181,10 @@ def test_every_kind_of_document_appears() -> None:
 
 
 def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "BATCH_TOKENS", 512)
-    monkeypatch.setattr(train, "POOL", 32)
+    one_layer = train.model_config()
+    one_layer.n_layer = 1
+    for name, less in {"BATCH_TOKENS": 512, "POOL": 32, "model_config": lambda: one_layer}.items():
+        monkeypatch.setattr(train, name, less)
     trained, steps, tokens = train.train_model(tokenizer.backend_tokenizer, seed=3, steps=1, minutes=0)
     torch.manual_seed(3)
     fresh = dict(BloomForCausalLM(train.model_config()).named_parameters())

@@ -55,17 +55,15 @@ class Placement(Protocol):
 
 
 class OnDevice:
-    """All weights stay on the device."""
+    """A `Placement`: all weights stay on the device."""
 
     def stack(self, count: int, load: Callable[[int], Layer]) -> Sequence[AnyLayer]:
-        """See `Placement`."""
         return [load(index) for index in range(count)]
 
     def finish(self) -> None:
         """Nothing is left to do."""
 
     def moved_bytes(self) -> int:
-        """See `Placement`."""
         return 0
 
 
@@ -102,7 +100,7 @@ class ShareChooser(Protocol):
 
 @dataclass
 class Streaming:
-    """A share of the weights stays on the device; the stores take the rest, each as much as its own share says.
+    """A `Placement`: a share of the weights stays on the device; the stores take the rest, each as much as its own share says.
 
     share: of the layers' weights, or what finds it once the first layer is there. total_layers: of all stacks. stores:
     with the share of what streams that each takes; the last takes what is left.
@@ -163,7 +161,6 @@ class Streaming:
         return layers
 
     def finish(self) -> None:
-        """See `Placement`."""
         if not self.stored:
             for _, store in self.stores:
                 store.close()
@@ -175,7 +172,6 @@ class Streaming:
         self._computes_at_once = self.device.event() is None
 
     def moved_bytes(self) -> int:
-        """See `Placement`."""
         return sum(store.moved_bytes for _, store in self.stores)
 
     def _place(self, layer: Layer) -> AnyLayer:

@@ -141,24 +141,19 @@ class KvOnDevice:
         self.device_bytes = 0
 
     def room(self, shape: KVShape, free_bytes: int, longest: int) -> int:
-        """See `KvPlacement`."""
         return free_bytes
 
     def allocate(self, shape: KVShape, blocks: int, longest: int, backend: Backend) -> list[Tensor]:
-        """See `KvPlacement`."""
         self.device_bytes = blocks * shape.bytes_per_block
         return allocate(shape, blocks, backend.device)
 
     def release(self) -> None:
-        """See `KvPlacement`."""
         self.device_bytes = 0
 
     def attention(self, attention: Attention) -> Attention:
-        """See `KvPlacement`."""
         return attention
 
     def step(self, forward: Forward) -> AbstractContextManager[None]:
-        """See `KvPlacement`."""
         return nullcontext()
 
 

@@ -105,11 +105,9 @@ class StackedLinear:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """See `protocol.Movable`."""
         return [tensor for part in self._parts for tensor in part.memory]
 
     def moved(self) -> None:
-        """See `protocol.Movable`."""
         for part in self._parts:
             part.moved()
 
