@@ -100,7 +100,7 @@ class ShareChooser(Protocol):
 
 @dataclass
 class Streaming:
-    """A `Placement`: a share of the weights stays on the device; the stores take the rest, each as much as its own share says.
+    """A `Placement`: a share of the weights stays on the device; stores take the rest, each as much as its share says.
 
     share: of the layers' weights, or what finds it once the first layer is there. total_layers: of all stacks. stores:
     with the share of what streams that each takes; the last takes what is left.

@@ -25,7 +25,7 @@ AREAS = 3  # one is computed with, one is filled, one is emptied
 
 
 class KvBlocks:
-    """A `Store` for each layer: its first blocks in one store, those behind them in the next, and so on; layer behind layer in each.
+    """A `Store` for each layer: its first blocks are in one store, those behind them in the next, and so on.
 
     pool: the device's blocks, which they come to and go from; stores: each with how many it has of every layer.
     """
