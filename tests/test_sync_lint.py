@@ -46,7 +46,7 @@ ALLOWED = {
     ("server.model.offloaded_kv", "self._reads[window] = …"): "a dict",
     ("server.model.fallback", "wanted['logits_to_keep'] = …"): "a dict",
     ("server.model.fallback", "torch.tensor([prompt], device=self._model.device)"): "a model that is not captured",
-    ("server.backends.reference.experts", "ends.tolist()"): "experts in a format that is not captured",
+    ("server.backends.reference.linear", "ends.tolist()"): "experts in a format that is not captured",
     ("server.backends.reference.attention", "torch.tensor(scores.slopes, device=distance.device)"): "is not captured",
     ("server.backends.cuda.kernels.common", "torch.tensor(scores.slopes, device=device)"): "once, before any capture",
     ("server.layers.position", "torch.tensor([scaling.short, scaling.long], device=exponents.device)"): "while loading",

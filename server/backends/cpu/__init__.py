@@ -29,7 +29,7 @@ from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
 from server.backends.protocol import Attention, GraphCapture, GroupedLinear, LinearFormat, Logits, Maximum, Norm, Scores
 from server.backends.reference import ReferenceBackend
-from server.backends.reference.experts import LoopedExperts
+from server.backends.reference.linear import LoopedExperts
 from server.quant.kv import AS_COMPUTED, Int8, KvFormat
 from server.quant.stored import QuantisedWeight, Stored
 

@@ -30,7 +30,7 @@ from server.backends.protocol import (
     Scores,
 )
 from server.backends.reference import ReferenceBackend
-from server.backends.reference.experts import LoopedExperts
+from server.backends.reference.linear import LoopedExperts
 from server.quant.kv import AS_COMPUTED, KvFormat
 from server.quant.stored import QuantisedWeight, Stored
 

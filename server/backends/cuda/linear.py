@@ -25,8 +25,7 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.cuda.choice import Alternatives, Chooser, Shares
 from server.backends.cuda.kernels.linear import Epilogue, Tiling, Workspace, multiply_rows, tilings
-from server.backends.reference.experts import GroupedDense
-from server.backends.reference.linear import DenseFormat, Gate
+from server.backends.reference.linear import DenseFormat, Gate, GroupedDense
 
 # Rows up to which the kernel is the usual way, and up to which it is worth a try: between them, one of both is faster.
 USUAL_ROWS, MOST_ROWS = 8, 64

@@ -25,8 +25,15 @@ from server.backends.protocol import (
     Scores,
 )
 from server.backends.reference.attention import BatchedAttention
-from server.backends.reference.experts import GroupedDense, LoopedExperts, StockRouting
-from server.backends.reference.linear import DenseFormat, Gate, make_norm, stock_gate
+from server.backends.reference.linear import (
+    DenseFormat,
+    Gate,
+    GroupedDense,
+    LoopedExperts,
+    StockRouting,
+    make_norm,
+    stock_gate,
+)
 from server.backends.reference.logits import StockLogits
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant.kv import AS_COMPUTED, KvFormat

@@ -17,8 +17,7 @@ from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import KernelExperts
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, arranged, takes
-from server.backends.reference.experts import LoopedExperts
-from server.backends.reference.linear import ACTIVATIONS
+from server.backends.reference.linear import ACTIVATIONS, LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant import sizes
 from server.quant.packing import WORD_BITS, PackedCodes, pack

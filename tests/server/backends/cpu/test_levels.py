@@ -14,7 +14,7 @@ from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import KernelExperts, PanelFormat
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat
-from server.backends.reference.experts import LoopedExperts
+from server.backends.reference.linear import LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant.rounding import float8_rows, int8_rows, int8_weights
 from server.quant.stored import QuantisedWeight, RoundedInputs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.backends.cuda.kernels import search
+from server.backends.cuda.kernels import logits as kernels
 from server.backends.reference.logits import StockLogits
 from server.ranks.collectives import Shard
 from tests.combinations import all_pairs, by_turns
@@ -42,7 +42,7 @@ pytestmark = [
 @pytest.fixture
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search's parts in one tile: the interpreter takes as long for each."""
-    monkeypatch.setattr(search, "TILE", search.PART)
+    monkeypatch.setattr(kernels, "SEARCH_TILE", kernels.SEARCH_PART)
 
 
 def with_removed(logits: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(width: int, spread: float, 
 
 
 def test_a_search_in_tiles_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "PART", 3 * search.TILE)
+    monkeypatch.setattr(kernels, "SEARCH_PART", 3 * kernels.SEARCH_TILE)
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(3)) * 4
     check_top_k(logits, torch.tensor([[50]]))
     check_top_p(logits, torch.tensor([[0.9]]))

@@ -17,8 +17,7 @@ from torch import Tensor
 from server.arch.spec import Activation, Alibi
 from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand, split_heads
 from server.backends.reference.attention import ReferenceAttention, rotate
-from server.backends.reference.experts import StockRouting
-from server.backends.reference.linear import DenseFormat, LayerNorm, RmsNorm, stock_gate
+from server.backends.reference.linear import DenseFormat, LayerNorm, RmsNorm, StockRouting, stock_gate
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
 from server.quant.kv import AS_COMPUTED, KvFormat
