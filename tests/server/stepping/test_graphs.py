@@ -27,6 +27,7 @@ from server.stepping.batch import Tables
 from server.stepping.engine import Engine
 from server.stepping.graphs import DecodeGraph
 from server.stepping.sequences import StepError, StepRuns
+from tests.combinations import by_turns
 from tests.running import ROOT
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
@@ -77,8 +78,7 @@ def results(done: Sequence[Prompt]) -> list[tuple[list[int], list[float], list[l
     return [(p.tokens, p.logprobs, p.top_ids) for p in done]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, (torch.float32, torch.bfloat16)))
 def test_every_family_gives_the_same_captured(
     checkpoints: Checkpoints, kernels: Kernels, case: str, dtype: torch.dtype
 ) -> None:

@@ -23,7 +23,7 @@ from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
 from server.quant.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat
 from tests.combinations import all_pairs, by_turns
-from tests.server.backends.cpu.test_kernels import DTYPES, assert_near, random, threads
+from tests.server.backends.cpu.test_kernels import DTYPES, EACH, assert_near, random, threads
 from tests.server.backends.test_attention import step_of
 from tests.server.driver import Prompt, generate, load_engine, sampled
 from tests.server.tiny import save_tiny
@@ -33,7 +33,6 @@ __all__ = ["threads"]
 BLOCKS = 80
 QUANTISED = [format for format in KV_FORMATS.values() if format != AS_COMPUTED]
 FORMATS = [AS_COMPUTED, *QUANTISED, Float8E4M3((0.25, 3.0))]
-EACH = (torch.float32, torch.bfloat16)
 SLOPES = tuple(alibi_slopes(8, Alibi()))
 SCORES = {
     "plain": Scores(0.3),

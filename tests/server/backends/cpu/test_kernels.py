@@ -28,10 +28,11 @@ from server.backends.protocol import Rotation, Summand
 from server.backends.reference.attention import rotate as rotate_stock
 from server.backends.reference.linear import ACTIVATIONS, LayerNorm, RmsNorm
 from server.backends.reference.logits import exponential_noise
-from tests.combinations import all_pairs
+from tests.combinations import all_pairs, by_turns
 from tests.cpu_kernels import asked
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+EACH = (torch.float32, torch.bfloat16)
+DTYPES = pytest.mark.parametrize("dtype", EACH, ids=str)
 # Of the largest value: what rounding to a dtype may cost, once or twice.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -151,7 +152,7 @@ def test_pieces_of_an_arena_are_apart_and_zeroed() -> None:
 @pytest.mark.parametrize(
     ("dtype", "tokens", "size"),
     all_pairs(
-        (torch.float32, torch.bfloat16),
+        EACH,
         (1, 2, 6, 12, 13, 25, 40, 200, 400),
         ((64, 32), (7, 5), (300, 100), (1024, 33), (515, 64)),
     ),
@@ -167,9 +168,7 @@ def test_a_linear_layer_equals_torchs(kernels: Kernels, dtype: torch.dtype, toke
     assert torch.float32 == layer.finest(x, bias).dtype
 
 
-@DTYPES
-@pytest.mark.parametrize("activation", [None, *Activation])
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("dtype", "activation", "is_gated"), all_pairs(EACH, [None, *Activation], (False, True)))
 def test_what_follows_a_product_is_done_with_it(
     kernels: Kernels, dtype: torch.dtype, activation: Activation | None, is_gated: bool
 ) -> None:
@@ -207,9 +206,7 @@ def test_inputs_in_columns_are_read_as_rows(kernels: Kernels) -> None:
 # ---------------------------------------------------------------------------------------------- norms, gates, rotations
 
 
-@DTYPES
-@pytest.mark.parametrize("width", [64, 100, 7])
-@pytest.mark.parametrize("is_centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("dtype", "width", "is_centred"), all_pairs(EACH, (64, 100, 7), (True, False)))
 def test_norms_equal_torchs_alone_and_behind_a_sum(
     kernels: Kernels, dtype: torch.dtype, width: int, is_centred: bool, threads: int
 ) -> None:
@@ -225,17 +222,14 @@ def test_norms_equal_torchs_alone_and_behind_a_sum(
     assert torch.equal(x + summand, norm.add(x, Summand((summand,)))[0])
 
 
-@DTYPES
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(("dtype", "activation"), by_turns(EACH, Activation))
 def test_a_gate_equals_torchs(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = random(6, 2 * 50, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_near(ACTIVATIONS[activation](gate) * up, kernel_gate(kernels, activation, gate_up))
 
 
-@DTYPES
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("half", [32, 20, 3])
+@pytest.mark.parametrize(("dtype", "interleaved", "half"), all_pairs(EACH, (False, True), (32, 20, 3)))
 def test_rotations_in_place_leave_other_heads_and_features_alone(
     kernels: Kernels, dtype: torch.dtype, interleaved: bool, half: int
 ) -> None:
