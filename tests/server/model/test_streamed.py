@@ -30,7 +30,7 @@ from server.offload.share import Share
 from server.offload.stores import HostStore, StagedStore
 from server.ranks.collectives import Shard
 from tests.combinations import by_turns
-from tests.server.checkpoints import CASES, Checkpoints
+from tests.server.checkpoints import CASES, VARIED, Checkpoints
 from tests.server.driver import generate, load_engine
 from tests.server.offload.streaming import LinkedDevice, spec_of, streaming, weight_file
 from tests.server.offload.test_cost import SmallDevice
@@ -54,7 +54,13 @@ def resident_tokens(folder: Path, **settings: object) -> list[list[int]]:
     return [prompt.tokens for prompt in generate(engine, tensor_parallel.prompts())]
 
 
-@pytest.mark.parametrize(("case", "on_device"), by_turns(CASES, ("0%", "50%")))
+@pytest.mark.parametrize(
+    ("case", "on_device"),
+    [
+        *by_turns(VARIED, ("0%", "50%")),
+        *(pytest.param(*both, marks=pytest.mark.offload) for both in by_turns(CASES, ("50%", "0%"))),
+    ],
+)
 def test_every_family_streams(checkpoints: Checkpoints, tmp_path: Path, case: str, on_device: str) -> None:
     folder, _ = checkpoints(case)
     found, streamed = tokens(folder, tmp_path, on_device)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits
 from server.ranks.collectives import Shard
@@ -91,11 +90,6 @@ def samples(name: str) -> list[int]:
 
 def positions_behind() -> Tensor:
     return torch.full((SAMPLES,), len(PROMPT) + len(GENERATED))
-
-
-@pytest.fixture(params=["stock", "kernels"])
-def make_logits(request: pytest.FixtureRequest) -> Callable[[], Logits]:
-    return StockLogits if request.param == "stock" else partial(KernelLogits, request.getfixturevalue("kernels"))
 
 
 @pytest.mark.parametrize("name", CASES)

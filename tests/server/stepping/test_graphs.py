@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -31,30 +30,8 @@ from tests.combinations import by_turns
 from tests.running import ROOT
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
-from tests.server.driver import GREEDY, Prompt, generate, load_engine, sampled
+from tests.server.driver import GREEDY, Prompt, Repeating, generate, load_engine, sampled
 from tests.server.model.test_families import PROMPT
-
-
-class Repeating:
-    """Captures by running the computation itself again: a device that fills batches up to a few sizes."""
-
-    sizes: tuple[int, ...] = (2, 5, 8)
-    prompt_tokens = (16, 48)
-    computes = False
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replayed: Counter[int] = Counter()
-
-    def __call__(self, function: Computation) -> Computation:
-        number, self.captured = self.captured, self.captured + 1
-        function()
-
-        def replay() -> tuple[Tensor, ...]:
-            self.replayed[number] += 1
-            return function()
-
-        return replay
 
 
 def prompts(count: int) -> list[Prompt]:
