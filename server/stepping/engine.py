@@ -285,10 +285,7 @@ class Engine:
         parts = [
             choose_captured(self._vocabulary, self.model.logits(rows), part, at)
             for rows, part, at in zip(
-                hidden.split(LOGIT_ROWS),
-                settings.split(LOGIT_ROWS, dim=1),
-                positions.split(LOGIT_ROWS),
-                strict=True,
+                hidden.split(LOGIT_ROWS), settings.split(LOGIT_ROWS, dim=1), positions.split(LOGIT_ROWS), strict=True
             )
         ]
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))

@@ -86,13 +86,7 @@ class CpuBackend(ReferenceBackend):
         return KernelExperts(experts)
 
     def grouped_quantised(
-        self,
-        first: QuantisedWeight,
-        weights: Iterable[Stored],
-        count: int,
-        *,
-        is_gated: bool,
-        maximum: Maximum | None,
+        self, first: QuantisedWeight, weights: Iterable[Stored], count: int, *, is_gated: bool, maximum: Maximum | None
     ) -> GroupedLinear:
         experts = [self.linear(weight, is_gated=is_gated, maximum=maximum) for weight in weights]
         in_codes = [expert for expert in experts if isinstance(expert, CodeFormat) and expert.maximum is None]

@@ -222,13 +222,7 @@ class CodeFormat(PanelFormat):
             words = part.contiguous()
             rows = words.shape[1] * (1 if held.places is None else per_word)
             packed = _PackedWords(
-                words.data_ptr(),
-                places.data_ptr(),
-                words.shape[1],
-                held.bits,
-                held.places is not None,
-                first,
-                rows,
+                words.data_ptr(), places.data_ptr(), words.shape[1], held.bits, held.places is not None, first, rows
             )
             kernels.pack_words(self.address, ctypes.addressof(packed), threads)
             first += rows
@@ -294,13 +288,7 @@ class LevelFormat(PanelFormat):
         self.grouped = kernels.grouped[dtype]
         codes = weight.codes.contiguous().view(torch.uint8)
         scale, zero = weight.scale.contiguous(), None if weight.zero is None else weight.zero.contiguous()
-        kernels.pack_levels(
-            self.address,
-            codes.data_ptr(),
-            scale.data_ptr(),
-            address_of(zero),
-            torch.get_num_threads(),
-        )
+        kernels.pack_levels(self.address, codes.data_ptr(), scale.data_ptr(), address_of(zero), torch.get_num_threads())
 
     @property
     def rounds_inputs(self) -> bool:

@@ -95,13 +95,7 @@ class CudaBackend(ReferenceBackend):
         return CudaGrouped(weights, count, is_gated=is_gated, gate=self.gate, products=self._products)
 
     def grouped_quantised(
-        self,
-        first: QuantisedWeight,
-        weights: Iterable[Stored],
-        count: int,
-        *,
-        is_gated: bool,
-        maximum: Maximum | None,
+        self, first: QuantisedWeight, weights: Iterable[Stored], count: int, *, is_gated: bool, maximum: Maximum | None
     ) -> GroupedLinear:
         why = self._why_not(first)
         if why is not None:

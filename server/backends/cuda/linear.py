@@ -87,14 +87,7 @@ class Product:
     """
 
     def __init__(
-        self,
-        products: Products,
-        weight: Tensor,
-        *,
-        is_gated: bool,
-        stock: Way,
-        usual_rows: int,
-        most_rows: int,
+        self, products: Products, weight: Tensor, *, is_gated: bool, stock: Way, usual_rows: int, most_rows: int
     ):
         self._products = products
         self._weight = weight
@@ -159,12 +152,7 @@ class CudaDense(DenseFormat):
         # On a CPU the same operator computes the exact GELU.
         self._has_epilogues = weight.device.type in ("cuda", "meta") and not is_gated
         self._product = Product(
-            products,
-            self.weight,
-            is_gated=is_gated,
-            stock=self._stock,
-            usual_rows=USUAL_ROWS,
-            most_rows=MOST_ROWS,
+            products, self.weight, is_gated=is_gated, stock=self._stock, usual_rows=USUAL_ROWS, most_rows=MOST_ROWS
         )
 
     def __call__(

@@ -95,13 +95,7 @@ class ReferenceBackend:
         return GroupedDense(weights, count, is_gated=is_gated, gate=self.gate)
 
     def grouped_quantised(
-        self,
-        first: QuantisedWeight,
-        weights: Iterable[Stored],
-        count: int,
-        *,
-        is_gated: bool,
-        maximum: Maximum | None,
+        self, first: QuantisedWeight, weights: Iterable[Stored], count: int, *, is_gated: bool, maximum: Maximum | None
     ) -> GroupedLinear:
         """Experts of which `first`, the first of `weights`, is quantised."""
         return LoopedExperts([self.linear(weight, is_gated=is_gated, maximum=maximum) for weight in weights])

@@ -212,11 +212,7 @@ def norm_of(kernels: Kernels) -> KernelNorm:
 
 @pytest.mark.parametrize(
     ("compute", "name"),
-    [
-        (lambda x: x.nonzero(), "nonzero"),
-        (lambda x: x[x > 0], "index"),
-        (lambda x: x * x.sum().item(), "item"),
-    ],
+    [(lambda x: x.nonzero(), "nonzero"), (lambda x: x[x > 0], "index"), (lambda x: x * x.sum().item(), "item")],
 )
 def test_what_depends_on_values_is_refused(kernels: Kernels, compute: Computation, name: str) -> None:
     capture = CpuGraphCapture(kernels)

@@ -151,11 +151,7 @@ def test_pieces_of_an_arena_are_apart_and_zeroed() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "tokens", "size"),
-    all_pairs(
-        EACH,
-        (1, 2, 6, 12, 13, 25, 40, 200, 400),
-        ((64, 32), (7, 5), (300, 100), (1024, 33), (515, 64)),
-    ),
+    all_pairs(EACH, (1, 2, 6, 12, 13, 25, 40, 200, 400), ((64, 32), (7, 5), (300, 100), (1024, 33), (515, 64))),
 )
 def test_a_linear_layer_equals_torchs(kernels: Kernels, dtype: torch.dtype, tokens: int, size: tuple[int, int]) -> None:
     inputs, outputs = size
@@ -275,11 +271,7 @@ def test_a_race_is_won_by_the_token_that_sampling_would_draw(kernels: Kernels, k
 
 
 def test_who_alone_is_left_wins_whatever_the_noise(kernels: Kernels) -> None:
-    low, high, positions = (
-        torch.tensor([[75007466]]),
-        torch.tensor([[0]]),
-        torch.tensor([20]),
-    )
+    low, high, positions = (torch.tensor([[75007466]]), torch.tensor([[0]]), torch.tensor([20]))
     logits = torch.full((1, 2048), float("-inf"))
     logits[0, 2] = 1.5
     assert [2] == KernelLogits(kernels).race(logits, low, high, positions).tolist()

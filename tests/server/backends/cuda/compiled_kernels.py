@@ -125,8 +125,7 @@ def test_float32_attention_compiles_to_exact_products(found: list[MachineCode]) 
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "name"),
-    in_suite([(16, "int8")], product((16, 4), ("int8", "fp8_e4m3", "fp8_e5m2"))),
+    ("kv_heads", "name"), in_suite([(16, "int8")], product((16, 4), ("int8", "fp8_e4m3", "fp8_e5m2")))
 )
 def test_attention_over_a_cache_of_codes_compiles(kv_heads: int, name: str, found: list[MachineCode]) -> None:
     format = KV_FORMATS[name]

@@ -93,8 +93,7 @@ def test_weight_only_products_in_16_bits_are_close_to_the_reference(name: str) -
 
 
 @pytest.mark.parametrize(
-    ("rows", "is_gated"),
-    in_suite([(1, True), (9, False), (130, True)], product((1, 9, 40, 130, 260), (False, True))),
+    ("rows", "is_gated"), in_suite([(1, True), (9, False), (130, True)], product((1, 9, 40, 130, 260), (False, True)))
 )
 def test_many_rows_and_gates(rows: int, is_gated: bool) -> None:
     check_weight_only(BY_NAME["int4 in groups of 32"], rows, torch.float16, CPU, is_gated=is_gated)
@@ -183,8 +182,7 @@ REFUSED = {
     "different kinds of numbers": replace(BY_NAME["fp8"], inputs=RoundedInputs(torch.int8)),
     "cut or out of order": replace(BY_NAME["w8a8, groups"], inputs=RoundedInputs(torch.int8, group=32)),
     "a zero point have no kernel": replace(
-        BY_NAME["w8a8, groups"],
-        inputs=RoundedInputs(torch.int8, scale=torch.tensor(0.1), zero=torch.tensor(3.0)),
+        BY_NAME["w8a8, groups"], inputs=RoundedInputs(torch.int8, scale=torch.tensor(0.1), zero=torch.tensor(3.0))
     ),
     "need 9 bits": replace(BY_NAME["int8 in groups"], inputs=RoundedInputs(torch.int8)),
 }
@@ -196,8 +194,7 @@ def test_a_weight_without_a_kernel_says_why(said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("w8a8, fixed", "different layouts"), ("int4 in groups of 32", None), ("w8a8", None)],
+    ("name", "expected"), [("w8a8, fixed", "different layouts"), ("int4 in groups of 32", None), ("w8a8", None)]
 )
 def test_experts_that_are_called_one_by_one_are_not_captured(
     name: str, expected: str | None, ours: CudaBackend
