@@ -61,7 +61,7 @@ test-formats: needs install
 test-offload: needs install
 	$(RUN) -m pytest -m offload tests $(ARGS)
 
-# The kernels for GPUs in all shapes, interpreted and compiled, of which the suite has every kind once.
+# The kernels for GPUs in all shapes, interpreted and compiled.
 test-kernels: needs install
 	$(RUN) -m pytest -m kernels tests/server/backends/cuda/test_triton.py $(ARGS)
 

@@ -151,9 +151,9 @@ def test_a_broad_except_is_recognised(handler: str, expected: bool) -> None:
     assert not any(map(swallows_everything, ast.walk(raising)))
 
 
-def test_only_distributed_talks_to_torch_distributed() -> None:
+def test_only_collectives_talk_to_torch_distributed() -> None:
     users = {module for module, tree in sources() if "torch.distributed" in ast.unparse(tree)}
-    assert {"server.ranks.distributed", "server.ranks.rendezvous"} == users
+    assert {"server.ranks.collectives", "server.ranks.rendezvous"} == users
 
 
 def test_only_the_kernels_import_triton() -> None:
@@ -161,7 +161,7 @@ def test_only_the_kernels_import_triton() -> None:
     assert [] == [m for m in users if not longest_match(m, {"server.backends.cuda"})]
 
 
-def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
+def test_only_the_backends_loading_and_collectives_name_a_device() -> None:
     names = {"cpu", "cuda"}
     told_apart = {
         module
@@ -175,7 +175,7 @@ def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
     # that reads pickled files and computes nothing.
     beside = {"server.config", "server.null", "server.checkpoint.convert"}
     beside |= {"server.quantize.recipe"}  # likewise the choices of its --device
-    allowed = {"server.backends", "server.loading", "server.ranks.distributed", *beside}
+    allowed = {"server.backends", "server.loading", "server.ranks.collectives", *beside}
     assert [] == [module for module in sorted(told_apart) if not longest_match(module, allowed)]
 
 

@@ -180,8 +180,11 @@ def test_every_kind_of_document_appears() -> None:
     assert set(kinds) == set(corpus.KINDS)
 
 
-@pytest.mark.rest
-def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any) -> None:
+def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_layer = train.model_config()
+    one_layer.n_layer = 1
+    for name, less in {"BATCH_TOKENS": 512, "POOL": 32, "model_config": lambda: one_layer}.items():
+        monkeypatch.setattr(train, name, less)
     trained, steps, tokens = train.train_model(tokenizer.backend_tokenizer, seed=3, steps=1, minutes=0)
     torch.manual_seed(3)
     fresh = dict(BloomForCausalLM(train.model_config()).named_parameters())

@@ -18,9 +18,8 @@ from benchmark.cost.shapes import DTYPE_BYTES, ModelShape
 from benchmark.result import BenchError
 from router.shards.client import StreamedReply
 from server.arch.footprint import step_bytes, window_shares
-from server.offload.cost import Rates, Sizes, StepCost
+from server.offload.cost import MOST_SPANS, Rates, Sizes, Span, StepCost, busy_seconds
 from server.offload.share import Share
-from server.offload.times import MOST_SPANS, Span, busy_seconds
 
 if TYPE_CHECKING:
     from server.backends import Device

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmark.result import BenchError, Result, write_atomically
 from benchmark.serving.outcomes import QUANTILES, load_of, quantiles
-from server.offload.times import Span
+from server.offload.cost import Span
 
 Row = Mapping[str, Any]
 

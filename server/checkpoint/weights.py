@@ -46,7 +46,7 @@ from server.checkpoint.formats.protocol import (
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.quantisation import exclusions
 from server.quantisation.stored import QuantisedWeight, Stored
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 
 AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
 LENGTH_BYTES = 8  # of the number in front of a safetensors file's header

@@ -23,7 +23,7 @@ from server.backends.reference.linear import DenseFormat
 from server.blocks import ceil_divide
 from server.checkpoint.weights import Weights
 from server.quantisation.stored import Stored, padded, with_unit_rows
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 
 
 class Embedding:

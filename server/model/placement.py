@@ -22,7 +22,7 @@ from server.offload.ring import PAGES
 from server.offload.share import Share
 from server.offload.stores import Store
 from server.quantisation.sizes import Storage
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.cache import KvOnDevice
 
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say

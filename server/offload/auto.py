@@ -47,7 +47,7 @@ NO_LINK = Rates(1.0, [(1, 1e-12)])
 
 
 class Ranks(Protocol):
-    """What the ranks exchange: `Shard` in `server/ranks/distributed.py`."""
+    """What the ranks exchange: `Shard` in `server/ranks/collectives.py`."""
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,7 @@
 """In how many bits a model's linear layers are stored, from its config or a name: what people are told and plans count.
 
 No torch here, so that plans start at once, and no names of tensors: `server/checkpoint/formats/` reads these. What is
-counted is what kernels keep in memory, of which those of `server/backends/cpu/codes.py` are the measure: codes of 4 or
+counted is what kernels keep in memory, of which those of `backends/cpu/quantised.py` are the measure: codes of 4 or
 8 bits, and for each group of a row a scale, of 16 bits where the format's are, and its zero if zeros differ. Where a
 checkpoint stores groups of layers in several ways, all count as the first. A config is untrusted (`configs.py`).
 

@@ -34,7 +34,7 @@ from server.quantize.layerwise import Perplexity, Progress, Quantiser, Report
 from server.quantize.output_folder import OutputFolder, config_of, output_folder, partial_of, scale_dtype, tensors_of
 from server.quantize.plan import PLACES, MatrixSet, Plan, make_plan
 from server.quantize.recipe import Job, Recipe
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 
 WIDTH = 24  # of the bar, in characters
 FULL = (errno.ENOSPC, errno.EDQUOT)

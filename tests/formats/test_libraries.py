@@ -29,7 +29,7 @@ from server.checkpoint.weights import Checkpoint
 from server.layers.linear import LinearFormat
 from server.quantisation import config_keys
 from server.quantisation.stored import QuantisedWeight
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
 from tests.server.driver import all_logits, load_engine

@@ -126,11 +126,9 @@ class CudaQuantised:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """See `protocol.Movable`."""
         return self.packed.memory
 
     def moved(self) -> None:
-        """See `protocol.Movable`."""
         if self.operator is not None:
             self._rows = self.packed.codes.transpose(0, 1).flatten(1)  # [F, places], as they lie
             self._row_scale = self.packed.scale.float()  # [1, F]
@@ -238,7 +236,6 @@ class CudaGroupedQuantised:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """See `protocol.Movable`."""
         return self._weights.memory
 
     def moved(self) -> None:

@@ -35,9 +35,8 @@ from benchmark.engine.schedules import (
     planned,
     predicted,
 )
-from server.offload.cost import Rates, Sizes
+from server.offload.cost import Rates, Sizes, Span
 from server.offload.share import Share
-from server.offload.times import Span
 from tests.benchmark.commands.test_offline import WORK, words
 from tests.benchmark.mixtral import MIXTRAL
 from tests.router.fake_shards import FakeShardedClient

@@ -23,10 +23,7 @@ from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks.tensor_parallel import prompts
 from tests.server.tiny import save_tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
 SIZES = {"total_tokens": 2048, "wanted_tokens": 0, "useful_tokens": 2**31, "top_n_tokens": 5}
 
@@ -59,10 +56,7 @@ def test_tokens_equal_those_of_the_cpu() -> None:
 @pytest.mark.parametrize("case", ["bloom", "llama", "qwen3", "gpt_neox", "phi3", "t5"])
 def test_a_model_on_the_chosen_backend_gives_the_tokens_of_the_reference(case: str, tmp_path: Path) -> None:
     save_tiny(case, tmp_path)
-    engines = (
-        load_engine(tmp_path),
-        load_engine(tmp_path, backend=gpu_backend(torch.float32)),
-    )
+    engines = (load_engine(tmp_path), load_engine(tmp_path, backend=gpu_backend(torch.float32)))
     expected, found = (generate(engine, prompts()) for engine in engines)
     assert [p.tokens for p in expected] == [p.tokens for p in found]
 

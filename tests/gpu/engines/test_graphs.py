@@ -13,10 +13,7 @@ from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO
 from tests.server.driver import Prompt, generate, load_engine, sampled
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BATCHES = sorted({size + more for size in SIZES for more in (0, 1)})
 
 

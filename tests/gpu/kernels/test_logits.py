@@ -18,10 +18,7 @@ from tests.server.backends.cuda.logit_cases import (
     logits_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
 SIZES = [*WIDTHS, 250_880]
 

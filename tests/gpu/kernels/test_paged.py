@@ -26,10 +26,7 @@ from tests.server.backends.cuda.kernel_cases import (
     check_rotation,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
 DTYPES = first(list(TOLERANCES), [torch.bfloat16])
 

@@ -25,10 +25,7 @@ from tests.server.backends.cuda.quantised_cases import (
     check_weight_only,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
 DTYPES = first(list(TOLERANCES), [torch.bfloat16])
 BY_NAME = {case.name: case for case in (*WEIGHT_ONLY, *ROUNDED, *CUT)}

@@ -50,13 +50,7 @@ META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)  # whose kernels chang
 aten = torch.ops.aten
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 # Torch has kernels of these for every device, which would bypass the driver; CUDA has its own of the last one.
-NATIVE = (
-    aten.alias.default,
-    aten.detach.default,
-    aten.view.dtype,
-    aten._unsafe_view.default,
-    aten._grouped_mm.default,
-)
+NATIVE = (aten.alias.default, aten.detach.default, aten.view.dtype, aten._unsafe_view.default, aten._grouped_mm.default)
 Recorded = tuple[Callable[[], Any], Any]
 
 

@@ -34,7 +34,7 @@ from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
 from server.loading import LayerCount
 from server.model.load import load as load_model
 from server.model.transformer import Transformer
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import CPU, all_logits, load_engine
 

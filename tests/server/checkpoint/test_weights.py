@@ -17,7 +17,7 @@ from server.backends.reference.linear import DenseFormat
 from server.checkpoint.weights import Checkpoint, CheckpointError, Weights, head_ranges
 from server.layers.embedding import load_embedding, load_head
 from server.layers.linear import load_column, load_row
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.driver import CPU, load_engine
 
 NAMES = NameMap(roles={"embed": "words", "mlp_up": "up.{i}", "mlp_down": "down.{i}"}, prefixes=("model.", ""))

@@ -65,10 +65,7 @@ class Workload:
         ]  # fmt: skip
 
 
-WORKLOADS = (
-    Workload("opt-8x768", OPT, 16, 32, 4, 16, 2, 90),
-    Workload("llama-8x1024", LLAMA, 16, 32, 4, 16, 2, 130),
-)
+WORKLOADS = (Workload("opt-8x768", OPT, 16, 32, 4, 16, 2, 90), Workload("llama-8x1024", LLAMA, 16, 32, 4, 16, 2, 130))
 Drawn = tuple[str, int, float]  # schedule, batches of a block, share
 
 

@@ -10,9 +10,8 @@ import torch
 from host import cpu_kinds
 from server import loading
 from server.backends.cpu import CpuBackend
-from server.backends.cpu.codes import CodeFormat
 from server.backends.cpu.kernels import Kernels
-from server.backends.cpu.levels import LevelFormat
+from server.backends.cpu.quantised import CodeFormat, LevelFormat
 from server.quantisation.rounding import int4_groups, int8_weights
 from server.quantisation.sizes import IN_FLIGHT
 from tests import cpu_kernels

@@ -29,7 +29,7 @@ from server.checkpoint import formats
 from server.checkpoint.weights import CheckpointError, Weights
 from server.model.load import load as load_model
 from server.quantisation.stored import QuantisedWeight
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.model.test_real_shapes import EXPECTED, META, FakeCheckpoint, Published, Region, Shape, ShapeTensor
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]  # of a layer, by suffix

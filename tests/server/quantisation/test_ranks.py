@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 import torch
 
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import Prompt, generate, load_engine
 from tests.server.quantisation.cases import PAIRS, Quantised, prompt_of

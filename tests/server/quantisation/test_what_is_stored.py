@@ -24,7 +24,7 @@ from server.model.load import load as load_model
 from server.quantisation import sizes
 from server.quantisation.packing import PackedCodes, joined_outputs, packed_inputs, unpack, unpacked
 from server.quantisation.stored import QuantisedWeight, padded, with_unit_rows
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.driver import CPU, all_logits, load_engine
 from tests.server.quantisation.cases import PAIRS, Quantised, prompt_of
 

@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from server.backends.cuda.kernels.codes import Stored
+from server.backends.cuda.kernels.cache import Stored
 from server.backends.cuda.kernels.common import ScoreTerms, padded
 from server.backends.cuda.kernels.decode_group import decode_group
 from server.backends.cuda.kernels.decode_head import decode_head

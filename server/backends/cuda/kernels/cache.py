@@ -1,10 +1,12 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
-"""The KV cache in bytes: how the attention kernels make codes of rows, and numbers of codes (`quantisation/kv.py`).
+"""The KV cache of the attention kernels: a step's keys and values are scattered into it, as computed or in bytes.
 
-Integers do both, so that every GPU takes both kinds of float8, and that all round alike. A row's scale in int8 is
-bfloat16, kept as bits. Where a cache is as computed, nothing here takes part.
+`store` takes those of any step. A decode's own token is stored by the program that attends with it, and kept in
+registers (`store_new`). In bytes, rows are made codes, and codes numbers (`server/quantisation/kv.py`). Integers do
+both, so that every GPU takes both kinds of float8, and that all round alike. A row's scale in int8 is bfloat16, kept
+as bits. Where a cache is as computed, no codes are made.
 
-Shapes: K local kv heads, H head dim, B blocks, P tokens per block, W bytes that a row takes.
+Shapes: T tokens, K local kv heads, H head dim, B blocks, P tokens per block, W bytes that a row takes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from server.backends.cuda.kernels.common import padded
+from server.backends.cuda.kernels.rotate import load_rotated
 from server.quantisation.kv import AS_COMPUTED, Float8E4M3, Float8E5M2, Int8, KvFormat
 
 PLAIN, INT8, E4M3, E5M2 = (tl.constexpr(kind) for kind in range(4))
@@ -159,3 +163,136 @@ def store_row(
     codes = codes_of(_divided(x, divisor), KIND)
     tl.store(cache + offsets, codes, mask=kept)
     return numbers(codes, KIND)
+
+
+# Elements of a program's tile: 8 KiB in 16 bits, two 16-byte accesses for each of 128 threads and each of k and v.
+TILE_ELEMENTS = 2048
+
+
+def store(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, *, first: int = 0, format: KvFormat = AS_COMPUTED) -> None:
+    """Write k and v [T, K, H] to `slots` [T] (block * P + offset) of kv [2, B, K, P, W].
+
+    A slot below 0 is nowhere: the padding of a captured batch. Tokens before `first` are left alone.
+    """
+    kv_heads, head_dim = k.shape[1:]
+    stored = Stored.of(kv, format)
+    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    head_pad = padded(head_dim)
+    heads = min(triton.next_power_of_2(kv_heads), TILE_ELEMENTS // head_pad)
+    _store[(len(k) - first, triton.cdiv(kv_heads, heads))](
+        k,
+        v,
+        stored.keys,
+        stored.values,
+        stored.key_scales,
+        stored.value_scales,
+        *format.scales,
+        slots,
+        first,
+        k.stride(0),
+        v.stride(0),
+        HEAD_DIM=head_dim,
+        HEAD_PAD=head_pad,
+        HEADS=heads,
+        **stored.constants,
+    )
+
+
+@triton.jit(do_not_specialize=["first"])
+def _store(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    k_divisor,
+    v_divisor,
+    slots,
+    first,
+    k_stride,
+    v_stride,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """One token, HEADS of its kv heads."""
+    token = first + tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    features = tl.arange(0, HEAD_PAD)[None, :]
+    slot = tl.load(slots + token).to(tl.int64)
+    kept_rows = (heads < KV_HEADS) & (slot >= 0)
+    kept = kept_rows & (features < HEAD_DIM)
+    block = slot // BLOCK_SIZE
+    source = heads * HEAD_DIM + features
+    target = code_offsets(block, slot, heads, KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM) + features
+    scales = scale_offsets(block, slot, heads, KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM)
+    key = tl.load(k + token * k_stride + source, mask=kept, other=0.0)
+    value = tl.load(v + token * v_stride + source, mask=kept, other=0.0)
+    store_row(key, k_cache, k_scales, target, scales, kept, kept_rows, k_divisor, KIND, 1)
+    store_row(value, v_cache, v_scales, target, scales, kept, kept_rows, v_divisor, KIND, 1)
+
+
+@triton.jit
+def load_row(
+    source, features, kept, cos, sin, token, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr, TILE: tl.constexpr
+):
+    """The `kept` features of one head [1, HEAD_PAD], rotated, float32, in registers as those of a tile of keys are.
+
+    Loaded alone, a row would lie in other registers than a tile's rows, and the compiler might move every tile to them,
+    at twice the registers. So it is loaded as the first of as many rows as all threads hold at once; the others are 0.
+    """
+    rows = tl.arange(0, TILE // 4)[:, None]
+    x = load_rotated(source + rows * 0, features, kept & (rows == 0), cos, sin, token, HALF, IS_INTERLEAVED)
+    return tl.sum(x.to(tl.float32), axis=0, keep_dims=True)
+
+
+@triton.jit
+def store_new(
+    qkv,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    k_divisor,
+    v_divisor,
+    table,
+    position,
+    cos,
+    sin,
+    kv_head,
+    is_taken,
+    is_stored,
+    token_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
+    HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The key, rotated, and the value [1, HEAD_PAD] of one sequence's new token, float32; 0 unless they are taken.
+
+    As they will be read; both kinds of float8 before what multiplies all keys, or values, of the layer.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    features = tl.arange(0, HEAD_PAD)[None, :]
+    real = features < HEAD_DIM
+    source = qkv + sequence * token_stride + (HEADS + kv_head) * HEAD_DIM
+    k = load_row(source, features, real & is_taken, cos, sin, sequence, HALF, IS_INTERLEAVED, TILE)
+    v = load_row(source + KV_HEADS * HEAD_DIM, features, real & is_taken, None, None, sequence, 0, False, TILE)
+    block = tl.load(table + position // BLOCK_SIZE, mask=is_stored, other=0).to(tl.int64)
+    row = code_offsets(block, position, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM)
+    scales = scale_offsets(block, position, kv_head, KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM) + features * 0
+    kept, kept_rows = real & is_stored, (features == 0) & is_stored
+    k = store_row(k, k_cache, k_scales, row + features, scales, kept, kept_rows, k_divisor, KIND, 1)
+    v = store_row(v, v_cache, v_scales, row + features, scales, kept, kept_rows, v_divisor, KIND, 1)
+    return k, v

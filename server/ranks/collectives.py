@@ -66,19 +66,15 @@ class GroupCollectives:
     """`Collectives` of the process group, where and when they are called."""
 
     def all_reduce(self, tensor: Tensor, operation: Operation) -> None:
-        """See `Collectives`."""
         _collective(lambda: dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper())))
 
     def all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        """See `Collectives`."""
         _collective(lambda: dist.all_gather(parts, tensor.contiguous()))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """See `Collectives`."""
         _collective(lambda: dist.broadcast(tensor, 0))
 
     def barrier(self) -> None:
-        """See `Collectives`."""
         _collective(dist.barrier)
 
     def check(self) -> None:
@@ -287,7 +283,6 @@ class TorchMemory:
         return getattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out", None)
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """See `symmetric.SymmetricMemory`."""
         import torch.distributed._symmetric_memory as symmetric_memory  # takes long, and few servers need it
 
         buffer = symmetric_memory.empty(elements, dtype=dtype, device=self._device)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from server.backends.cpu import Kernels
 from server.backends.device import CaptureFailed
 from server.backends.protocol import Computation
-from server.ranks.distributed import PeerLost, Shard
+from server.ranks.collectives import PeerLost, Shard
 from server.stepping.graphs import AgreedCapture
 from tests.running import ROOT, kill_group
 from tests.server.conftest import DEMO
@@ -133,11 +133,11 @@ SLOW_TO_LOAD = """
 import os, sys, time
 from datetime import timedelta
 import torch
-from server.ranks import distributed
+from server.ranks import collectives
 rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-shard = distributed.connect(rank, 2, rendezvous, torch.device("cpu"))
+shard = collectives.connect(rank, 2, rendezvous, torch.device("cpu"))
 short = timedelta(seconds=1)
-distributed._set_pg_timeout(short) if sys.argv[3] == "short" else None
+collectives._set_pg_timeout(short) if sys.argv[3] == "short" else None
 time.sleep(3 * rank)
 try:
     shard.barrier()
@@ -145,7 +145,7 @@ try:
     shard.wait_at_most(short)
     time.sleep(4 * rank)
     shard.barrier()
-except distributed.PeerLost:
+except collectives.PeerLost:
     print("lost", flush=True)
 os._exit(0)
 """
