@@ -51,7 +51,7 @@ test-suites: needs install
 # format.
 test-formats: needs install
 	$(RUN) -m pytest -m formats tests/formats tests/server/quant $(ARGS)
-	PYTHONPATH=docs/embedded-model $(RUN) -m tests.server.quant.quantised_perplexity --check
+	$(RUN) -m tests.server.quant.quantised_perplexity --check
 
 # Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death.
 test-offload: needs install

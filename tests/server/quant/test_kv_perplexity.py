@@ -14,15 +14,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-import train
 from server.backends.cpu import Kernels
 from server.quant.kv import KV_FORMATS
 from tests import cpu_kernels
+from tests.embedded_model import train
 from tests.running import ROOT
 from tests.server.driver import all_logits, load_engine
 
 DEMO = ROOT / "server" / "demo"
-SEED = json.loads((ROOT / "docs" / "embedded-model" / "EVALUATION.json").read_text())["seed"]
+SEED = json.loads((ROOT / "tests" / "embedded_model" / "EVALUATION.json").read_text())["seed"]
 SAMPLE_DOCUMENTS = 60
 
 

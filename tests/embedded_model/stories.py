@@ -4,17 +4,22 @@ A story is an introduction followed by the beats of one plot: a wish or a troubl
 some help, a result and a feeling. Each beat has several wordings with choices inside, and names,
 pronouns, places and things stay the same from the first sentence to the last. The module knows
 nothing about chat or tokens; `corpus` turns stories into documents.
+
+The plots are texts in `plots.json`: where a plot can happen, what it is about, and its beats in order. Every beat is
+a list of wordings of the same event, so any choice leads to a story that holds together. `{h}` is the hero, `{f}` the
+friend and `{o}` the helper; `[one|other]` is a choice. A capital first letter in a slot asks for a capital.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import words
-from plots import PLOTS, Plot
+from tests.embedded_model import words
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{([A-Za-z_0-9.]+)\}")
@@ -25,6 +30,22 @@ _PRONOUNS: dict[str, dict[str, str]] = {
 _UNNAMED_SHARE = 0.25
 _RARE_NAME_SHARE = 0.1
 _OPPOSITE_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot. `direct`: wordings of the first beat for stories that open in the middle of the action, where the
+    introduction has already said where the hero is. `extra`: slots of this plot alone."""
+
+    name: str
+    lands: Sequence[str]
+    topics: Sequence[str]
+    direct: Sequence[str]
+    beats: Sequence[Sequence[str]]
+    extra: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+PLOTS = tuple(Plot(**plot) for plot in json.loads(Path(__file__).with_name("plots.json").read_text()))
 
 
 @dataclass(frozen=True)
