@@ -94,9 +94,9 @@ test-gpu: needs install
 	$(RUN) -m pytest $(ON_GPU) tests/gpu/engines $(ARGS)
 	$(RUN) -m pytest $(ON_GPU) --numprocesses auto --dist worksteal tests/gpu/kernels $(ARGS)
 
-# What is promised of time and memory, and the policy that `auto` chooses against random ones, by the clock of a disk.
+# What is promised of time, and the policy that `auto` chooses against random ones, by the clock of a disk.
 bench-check: needs install
-	$(RUN) -m benchmark promises $(ARGS)
+	$(RUN) -m tests.system.promises $(ARGS)
 	$(RUN) -m tests.server.offload.policies
 
 bench-gpu: needs install
