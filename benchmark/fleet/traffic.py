@@ -35,7 +35,6 @@ class Request(NamedTuple):
     max_new_tokens: int  # asked for and reserved; above output_length where an end token comes first
     hashes: tuple[int, ...] = ()  # what it begins with: a name for each `hash_tokens` of them, in order …
     hash_tokens: int = 0  # … where each name also stands for all before it
-    model: str | None = None  # None: any
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,6 @@ def read_trace(path: Path) -> list[Request]:
             one.max_new_tokens or one.lengths.output_length,
             tuple(one.blocks),
             BLOCK_TOKENS if one.blocks else 0,
-            one.model,
         )
         for one in traced_requests(path)
     ]

@@ -76,7 +76,7 @@ def test_figures_of_two_requests_worked_out_by_hand() -> None:
     tally.last_arrival_at, tally.ended_by_then, tally.given_by_then = 2.0, 1, 8
     tally.started_at, tally.ended_at, tally.busy, tally.batch, tally.kv = 1.0, 3.0, 1.0, 1.5, 0.25
     row = figures(tally, 2, (200.0, 30.0))
-    assert (1.0, 6.0, 0.25) == tuple(row[k] for k in ("requests_per_second", "output_tokens_per_second", "busy_share"))
+    assert (1.0, 6.0, 1 / 6) == tuple(row[k] for k in ("requests_per_second", "output_tokens_per_second", "busy_share"))
     assert {"seconds": 1.0, "requests_per_second": 1.0, "output_tokens_per_second": 8.0} == row["while_arriving"]
     assert pytest.approx({"share": 1 / 3, "requests_per_second": 0.5}) == {
         name: row["goodput"][name] for name in ("share", "requests_per_second")

@@ -48,12 +48,12 @@ def requests(*lengths: tuple[int, int], at: Sequence[float] = (), asked: int = 0
 def simulated(
     wanted: Sequence[Request], limits: Limits, num_replicas: int = 1, dispatch: str = "power-of-two", seed: int = 0
 ) -> Tally:
-    pools = [Pool("all", limits, Linear(), num_replicas)]
+    pools = [Pool(limits, Linear(), num_replicas)]
     return Fleet(OpenLoop(iter(wanted)), pools, Conditions(seed=seed), dispatch).run()
 
 
 def looped(traffic: ClosedLoop, limits: Limits) -> Tally:
-    return Fleet(traffic, [Pool("all", limits, Linear(), 1)], Conditions()).run()
+    return Fleet(traffic, [Pool(limits, Linear(), 1)], Conditions()).run()
 
 
 # ---------------------------------------------------------------------------------------- against the real loop
