@@ -153,12 +153,7 @@ def make_animal(
         named = rng.random() >= _UNNAMED_SHARE
     if not named:
         return Person(
-            f"the {animal.noun}",
-            with_article(kind),
-            f"little {animal.noun}",
-            own_gender,
-            animal.noun,
-            animal.land,
+            f"the {animal.noun}", with_article(kind), f"little {animal.noun}", own_gender, animal.noun, animal.land
         )
     name = _animal_name(rng, own_gender, taken)
     intro = f"{with_article(kind)} {rng.choice(('named', 'named', 'called'))} {name}"
@@ -189,12 +184,7 @@ def _helper(rng: random.Random, hero: Person, taken: str) -> Person:
         reference = f"{_PRONOUNS[hero.gender]['his']} {noun}"
         return Person(reference, reference, noun, gender, noun, hero.land)
     if hero.land in ("town", "castle") and roll < 0.8:
-        strangers = (
-            ("old woman", "she"),
-            ("old man", "he"),
-            ("kind farmer", "he"),
-            ("friendly teacher", "she"),
-        )
+        strangers = (("old woman", "she"), ("old man", "he"), ("kind farmer", "he"), ("friendly teacher", "she"))
         noun, gender = rng.choice(strangers)
     else:
         wise = {"snow": ("whale", "seal"), "plain": ("elephant", "turtle", "parrot")}
@@ -213,11 +203,7 @@ _LEADS = (
     "One [Monday|Saturday|Sunday] [morning|afternoon],",
     "Early one morning,",
 )
-_SNOW_LEADS = (
-    "One day,",
-    "One [cold|bright|clear|windy|white] [morning|afternoon|day],",
-    "Early one morning,",
-)
+_SNOW_LEADS = ("One day,", "One [cold|bright|clear|windy|white] [morning|afternoon|day],", "Early one morning,")
 _INTROS = (
     "Once upon a time, there was {h.intro}[ who|. {H.he}] lived {home}.",
     "Once upon a time, there was {h.intro}. {H.he} lived {home} with {h.his} {family}.",

@@ -281,13 +281,7 @@ def train_model(
             total = max(TIMED_STEPS, int(minutes * 60 * step / (time.monotonic() - start)))
         if step >= total:
             break
-        loss = train_step(
-            model,
-            optimizers,
-            batch,
-            rate_factor(step, total),
-            weights if 2 * step < total else None,
-        )
+        loss = train_step(model, optimizers, batch, rate_factor(step, total), weights if 2 * step < total else None)
         tokens += int((batch[1] != IGNORED).sum())
         average = loss if step == 0 else 0.97 * average + 0.03 * loss
         if step % 50 == 0:
@@ -308,10 +302,7 @@ def score_documents(model: BloomForCausalLM, tokenizer: Tokenizer, documents: Se
             logits = model(ids, use_cache=False).logits
         total += float(
             functional.cross_entropy(
-                logits.flatten(0, 1).float(),
-                targets.flatten(),
-                reduction="sum",
-                ignore_index=IGNORED,
+                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED
             )
         )
         count += int((targets != IGNORED).sum())
@@ -328,10 +319,7 @@ def evaluate(model: BloomForCausalLM, tokenizer: Tokenizer, seed: int, trained: 
     documents = held_out(seed)
     whole = score_documents(model, tokenizer, documents)
     kinds = {
-        kind: round(
-            score_documents(model, tokenizer, [d for d in documents if d.kind == kind]).perplexity,
-            4,
-        )
+        kind: round(score_documents(model, tokenizer, [d for d in documents if d.kind == kind]).perplexity, 4)
         for kind in corpus.KINDS
     }
     return {

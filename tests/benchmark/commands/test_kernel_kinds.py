@@ -26,11 +26,7 @@ NONE = ["--cpu-kernels", "none"]
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["latency", "-b", "1"],
-        ["serving", "--num-requests", "1"],
-        ["offline", "--num-prompts", "1"],
-    ],
+    [["latency", "-b", "1"], ["serving", "--num-requests", "1"], ["offline", "--num-prompts", "1"]],
     ids=lambda command: command[0],
 )
 def test_what_servers_are_told_is_theirs_to_refuse(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,21 +16,12 @@ from benchmark.__main__ import main
 from benchmark.commands.simulate import SETTINGS
 from benchmark.fleet.prediction import comparison, figures, read_serving
 from benchmark.fleet.replica import Tally
-from benchmark.fleet.traffic import Request, arrival_times, read_trace
+from benchmark.fleet.traffic import Request, read_trace
 from benchmark.result import BenchError
 from tests.benchmark.cost.test_step_times import latency_result
 from tests.running import ROOT
 
 # ---------------------------------------------------------------------------------------------------------- work
-
-
-def test_bursts_keep_the_rate() -> None:
-    times = arrival_times(10, 3.0, 20_000, Random(1))
-    gaps = [after - before for before, after in pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
-    assert 0.1 == pytest.approx(mean, rel=0.1)
-    assert 3.0 == pytest.approx(deviation / mean, rel=0.1)
 
 
 def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from benchmark.cost.step_times import Fixed
 from benchmark.fleet.fleet import Fleet
 from benchmark.fleet.pools import Conditions, Pool
-from benchmark.fleet.prediction import figures
 from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import OpenLoop, Request
 from tests.router.doubles import make_limits
