@@ -1,8 +1,9 @@
-"""`gpu`: targets and verdicts in one file, whatever fails; the whole runs on a CPU."""
+"""`gpu`: targets and verdicts in one file, whatever fails, and commands that can be run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -21,10 +22,6 @@ from benchmark.cost.roofline import Piece, ServedModel, ceiling_of
 from benchmark.seeds.limits import Machine
 
 H200 = DEVICES["h200"].dense_ceilings("bfloat16", 1)
-TINY = ["--latency-shape", str(launch.DEMO), "--serving-shape", str(launch.DEMO), "--offline-shape", str(launch.DEMO)]
-LENGTHS = ["--latency-lengths", "8", "4", "--serving-lengths", "8", "4", "--offline-lengths", "8", "4"]
-FEW = ["-b", "2", "--runs", "1", "--concurrency", "2", "--num-prompts", "4"]
-
 # What each command finds of a model that is as fast as it should be.
 STARTUP = {"startup": {"table": "weights  14.14 GB per shard", "ready_s": 21.5}}
 DECODE = {"step": "decode_token", "batch_size": 1, "p50_ms": 3.8, "computed_p50_ms": 3.7}
@@ -167,13 +164,13 @@ def test_a_command_past_its_limit_is_ended() -> None:
     assert "it took longer than 0.01 s: raise --limit" == gpu.run_command(["latency", "--device", "cpu"], 0.01)
 
 
-def test_the_whole_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "new" / "report.md"
-    flags = ["--device", "cpu", "--dtype", "float32", "--output", str(path)]
-    assert 0 == main(["gpu", *TINY, *LENGTHS, *FEW, *flags])
-    text, shown = path.read_text(), capfd.readouterr().out
-    assert text.startswith("# cpu\n")
-    for line in ("demo: decode step, batch 2", "demo: 2 concurrent, 8 in, 4 out", "demo: 4 sequences offline"):
-        assert f"| {line}" in text and f"| {line}" in shown
-    assert 3 == text.count("demo: launch to ready") == text.count("\nmemory left ")
-    assert "| failed" not in text
+def test_every_command_is_understood() -> None:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    args = parser.parse_args(["--device", "cpu", "--serving-shape", str(launch.DEMO)])
+    for step in gpu.steps(args, Report(args, "cpu", H200)):
+        name, *arguments = step.arguments
+        command = importlib.import_module(f"benchmark.commands.{name}")
+        own = argparse.ArgumentParser()
+        command.add_arguments(own)
+        own.parse_args(arguments)

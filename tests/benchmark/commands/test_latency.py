@@ -311,8 +311,9 @@ def test_a_profile_names_operators_and_leaves_traces(
     assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])
 
 
-def test_transformers_generates_beside_us(capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["-b", "1", "3", "-s", "9", "-d", "5", "-r", "2", "--device", "cpu", "--beside-transformers"]
+def test_transformers_generates_beside_us(server: launch.Server, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["-b", "1", "3", "-s", "9", "-d", "5", "-r", "2", "--beside-transformers", "--model-id", str(launch.DEMO)]
+    flags += ["--shard-uds-path", server.sockets[0].removesuffix("-0")]
     logging.enable_progress_bar()  # as in a process that has loaded nothing yet
     assert 0 == main(["latency", *flags])
     shown, told = capfd.readouterr()
