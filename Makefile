@@ -55,7 +55,7 @@ test-suites: needs install
 # format.
 test-formats: needs install
 	$(RUN) -m pytest -m formats tests/formats tests/server/quantisation tests/server/quantize tests/server/checkpoint $(ARGS)
-	PYTHONPATH=docs/embedded-model $(RUN) -m tests.server.quantisation.quantised_perplexity --check
+	$(RUN) -m tests.server.quantisation.quantised_perplexity --check
 
 # Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death.
 test-offload: needs install
@@ -98,9 +98,9 @@ test-gpu: needs install
 	$(RUN) -m pytest $(ON_GPU) tests/gpu/engines $(ARGS)
 	$(RUN) -m pytest $(ON_GPU) --numprocesses auto --dist worksteal tests/gpu/kernels $(ARGS)
 
-# What is promised of time and memory, and the policy that `auto` chooses against random ones, by the clock of a disk.
+# What is promised of time, and the policy that `auto` chooses against random ones, by the clock of a disk.
 bench-check: needs install
-	$(RUN) -m benchmark promises $(ARGS)
+	$(RUN) -m tests.system.promises $(ARGS)
 	$(RUN) -m tests.server.offload.policies
 
 bench-gpu: needs install

@@ -117,12 +117,7 @@ def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     threads = torch.get_num_threads()
     weights = int(served.step_weight_bytes())
     probe = Probe(
-        name,
-        served.dtype,
-        threads=threads,
-        num_devices=1,
-        step_weight_bytes=weights,
-        product_kind=served.product_kind,
+        name, served.dtype, threads=threads, num_devices=1, step_weight_bytes=weights, product_kind=served.product_kind
     )
     for _ in range(3):
         probe.measure()

@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmark import launch, options
 from benchmark.cost import shapes
-from benchmark.engine.generation import KINDS
 from benchmark.report import pictures
 from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, above_limit_notes, arguments_of, prepare_output
@@ -128,8 +127,8 @@ def _context(args: argparse.Namespace, job: Job) -> RunContext:
 
 def _draw(job: Job, result: Result, folder: Path) -> list[pictures.Picture]:
     """The drawn of the document's kind, with its figures where the whole sweep was run. Raises BenchError."""
-    draw = {"latency": _draw_latency, "serving": _draw_serving, "flexgen": _draw_flexgen}[job.seed.kind]
-    return draw(job, result, folder, tables.short_title(job, result.context.machine))
+    draw = {"latency": _draw_latency, "serving": _draw_serving}.get(job.seed.kind)
+    return [] if draw is None else draw(job, result, folder, tables.short_title(job, result.context.machine))
 
 
 def _draw_latency(job: Job, result: Result, folder: Path, about: str) -> list[pictures.Picture]:
@@ -156,21 +155,3 @@ def _draw_serving(job: Job, result: Result, folder: Path, about: str) -> list[pi
             theirs.setdefault(f"{system}, {job.seed.hardware}", []).append(figures | load)
     about = f"{about}; throughputs with {job.scale.streams} streams, latencies with one"
     return pictures.plot_serving({"Lockstep": result.rows, **theirs}, folder, about)
-
-
-def _draw_flexgen(job: Job, result: Result, folder: Path, about: str) -> list[pictures.Picture]:
-    """Tokens a second over the batches of a block, one panel each for decode and all."""
-    given, generated = job.scale.one("input_length"), job.scale.one("output_length")
-    size = job.scale.one("gpu_batch_size")
-    panels = []
-    for kind in KINDS[1:]:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for row in result.rows:
-            name, figure = f"Lockstep, {row['schedule']}", f"{kind}_tokens_per_second"
-            lines.setdefault(name, []).append((row["num_gpu_batches"], row[figure]))
-            if row["document"]:
-                theirs = f"{row['document']['system']}, {job.seed.hardware}"
-                lines.setdefault(theirs, []).append((row["num_gpu_batches"], row["document"][figure]))
-        panels.append(pictures.Panel(kind.capitalize(), f"Batches of {size} sequences in a block", "Tokens/s", lines))
-    about = f"{about}; {given} in, {generated} out"
-    return [pictures.plot_panels(panels, "Throughput of a block", folder / "throughput.png", about)]

@@ -215,11 +215,9 @@ def run(args: argparse.Namespace) -> int:
     is_prefixed = has_prefixes(args, trace)
     replica.check(cases, has_prefixes=is_prefixed)
 
-    def limits_of(values: Mapping[str, Any], replica: ReplicaModel) -> Limits:
-        return _limits(args, values, cases, replica, trace, has_prefixes=is_prefixed)
-
     def pools(values: Mapping[str, Any], count: int) -> Sequence[Pool]:
-        return pools_of(args, replica, {**values, REPLICAS: count}, partial(limits_of, values), trace)
+        limits = _limits(args, values, cases, replica, trace, has_prefixes=is_prefixed)
+        return pools_of(args, replica, limits, count)
 
     plans = [(Setting(values, partial(pools, values)), Run(args, case, trace)) for values in settings for case in cases]
     result = Result(_context(args, replica, cases), notes=[*_notes(args, replica), *_told(told), *remarks(measured)])

@@ -80,14 +80,7 @@ class Probe:
     """
 
     def __init__(
-        self,
-        device: str,
-        dtype: str,
-        *,
-        threads: int,
-        num_devices: int,
-        step_weight_bytes: int,
-        product_kind: str = "",
+        self, device: str, dtype: str, *, threads: int, num_devices: int, step_weight_bytes: int, product_kind: str = ""
     ) -> None:
         """threads: of all shards together. step_weight_bytes: weights that a step reads on one device; as much is read
         here, because a model that fits into a cache has that cache's bandwidth for its ceiling. product_kind:

@@ -126,15 +126,6 @@ class Streamed:
         return busy_seconds(spans, since, until) / max(until - since, 1e-9)
 
 
-def sheet_rates(bytes_per_second: float, flops_per_second: float, dtype: str) -> Rates:
-    """Rates by a data sheet, where nothing streams.
-
-    A byte of weights costs 2 ÷ its value's width operations for each token of a step, and its reading at least.
-    """
-    ridge = round(flops_per_second / bytes_per_second * DTYPE_BYTES[dtype] / 2)  # tokens that take as long as reading
-    return Rates(math.inf, [(1, 1 / bytes_per_second), (ridge, 1 / bytes_per_second)])
-
-
 def cost_of(sizes: Sizes, rates: Rates, streamed: float) -> StepCost:
     """The cost of steps of which so many bytes stream."""
     return StepCost(sizes, rates, streamed)

@@ -241,18 +241,12 @@ def best_policy(
     tried, candidates = shares if can_stream else [1.0], {}
     for policy in chosen:
         limits = policy.limits(
-            prompts,
-            block_size=BLOCK_SIZE,
-            vocab_size=served.shape.spec.vocab_size,
-            prefill_tokens=prefill_tokens,
+            prompts, block_size=BLOCK_SIZE, vocab_size=served.shape.spec.vocab_size, prefill_tokens=prefill_tokens
         )
         works = planned(policy, prompts, limits)
         candidates[policy] = (works, limits.max_batch_total_tokens * sizes.kv_per_token)
     found = search(
-        candidates,
-        lambda share: offloading.cost_of(sizes, measured.rates, (1 - share) * sizes.layers),
-        memory,
-        tried,
+        candidates, lambda share: offloading.cost_of(sizes, measured.rates, (1 - share) * sizes.layers), memory, tried
     )
     if found is None:
         layers = min(share * sizes.layers + sizes.slots * (share < 1) for share in tried)

@@ -59,7 +59,7 @@ class Run:
             if not tally.e2e:
                 raise BenchError(
                     f"none of {tally.num_requests} requests was answered, {tally.num_refused} were refused: give more "
-                    "--replicas, --retries or a larger --max-concurrent-requests"
+                    "--replicas or a larger --max-concurrent-requests"
                 )
             return self._row(setting, pools, tally, verdict)
         least = least_replicas(self.args)

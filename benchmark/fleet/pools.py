@@ -1,4 +1,4 @@
-"""What a simulated fleet is made of, and what befalls it: pools of replicas, failures, restarts, retries.
+"""What a simulated fleet is made of: pools of replicas, and what lies between them.
 
 Plain data, checked where it is made, and the options of `simulate` that become it. How long the steps of a replica
 take and how many tokens it can hold comes from a shape on a device's data sheet, or from `latency` results.
@@ -8,11 +8,8 @@ Encoder-decoders are refused. Times are in seconds.
 from __future__ import annotations
 
 import argparse
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
@@ -21,75 +18,36 @@ from benchmark.cost import shapes
 from benchmark.cost.devices import DEVICES, capacity, stored_as
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE
-from benchmark.cost.step_times import Cost, Fitted, Fixed, Roofline, StepWork, fit, read_latency
+from benchmark.cost.step_times import Cost, Fitted, Fixed, Roofline, fit, read_latency
 from benchmark.fleet.traffic import Case, ClosedLoop, OpenLoop, Request
 from benchmark.result import BenchError
 from router.config import RouterConfig
 from router.scheduling.limits import Limits, derive_lengths, useful_tokens
 
 Role = Literal["both", "prefill", "decode"]
-ROLES: tuple[Role, ...] = ("both", "prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Pool:
     """Replicas of one kind."""
 
-    name: str
     limits: Limits
     cost: Cost
     num_replicas: int
     role: Role = "both"
-    model: str | None = None  # whose requests it takes; None: those of any
-    share: float = 1.0  # how fast a replica is, relative to those of other pools
     price: float = 0.0  # of a replica, for an hour
     kv_bytes: float = 0.0  # of a prompt's token, which go from a prefill replica to one that decodes
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What befalls a fleet. The default: nothing does."""
+    """What lies between clients and replicas."""
 
-    retries: int = 0  # how often a request that is refused or lost is sent again …
-    backoff_s: float = 0.1  # … about so long after the first time, and twice as long after each next
-    mean_life_s: float = math.inf  # of a replica, until it fails
-    failures_at: tuple[float, ...] = ()  # each of one replica, any
-    restarts_at: tuple[float, ...] = ()  # of all, one after the other, each emptied before
-    startup_s: float = 60.0  # until a replica that is started takes requests
-    slow_share: float = 0.0  # of the replicas, …
-    slow_factor: float = 1.0  # … whose steps take so many times as long
     delay_s: float = 0.0  # of every sending: between clients and a replica's steps, there and back
     link_bytes: float = 50e9  # a second, between a prefill replica and one that decodes
     link_s: float = 0.002  # of any such transfer
     affinity_tokens: int = 512  # the beginning of a prompt that `prefix-affine` goes by
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Slowed:
-    """A cost model times a factor."""
-
-    cost: Cost
-    factor: float
-
-    def seconds(self, work: StepWork) -> float:
-        """How long the shards compute."""
-        return self.factor * self.cost.seconds(work)
-
-
-def check_pools(pools: list[Pool]) -> None:
-    """Raise ValueError for pools that cannot serve together."""
-    names = [pool.name for pool in pools]
-    if len(names) > len(set(names)):
-        raise ValueError(f"two pools have one name, of {', '.join(names)}: give each its own")
-    for model in dict.fromkeys(pool.model for pool in pools):
-        roles = {pool.role for pool in pools if pool.model == model}
-        called = "the pools" if model is None else f"the pools of model {model}"
-        if roles not in ({"both"}, {"prefill", "decode"}):
-            raise ValueError(
-                f"{called} have roles {', '.join(sorted(roles))}: give them all `both`, or some `prefill` and the "
-                "others `decode`"
-            )
 
 
 # ---------------------------------------------------------------------------------------------------- what a replica is
@@ -224,14 +182,8 @@ def _fit_note(cost: Fitted, num_results: int) -> str:
 # -------------------------------------------------------------------------------------------------------------- options
 
 
-# Of a pool in --pools, beside those of OWN: options of the command that a pool may set for itself.
-OF_COST = ("shape", "device", "num_shard", "dtype", "quantize", "kv_cache_dtype", "efficiency", "overhead_ms")
-OWN = ("name", "replicas", "role", "model", "price_per_hour")
 LEAST_REQUESTS = 2000  # of which a p99 leaves 20
 
-
-TYPICAL = StepWork(prompt_tokens=256, prompt_pairs=256**2 / 2, decoding=32, context=32 * 512, sampled=32)
-LimitsOf = Callable[[ReplicaModel], Limits]
 
 _positive = options.number(above=0)
 _not_negative = options.number(at_least=0)
@@ -249,15 +201,10 @@ def add_fleet_arguments(group: argparse._ArgumentGroup) -> None:
         help="tokens of the prefix that --dispatch prefix-affine compares (512)",
     )  # fmt: skip
     group.add_argument(
-        "--pools", type=Path, metavar="FILE",
-        help=f"JSON list of pools in place of --replicas: {', '.join(OWN)}, and {', '.join(OF_COST)} where they differ",
-    )  # fmt: skip
-    group.add_argument(
         "--prefill-share", type=options.number(above=0, at_most=1), metavar="S",
         help="share of the replicas that only prefill; the others decode",
     )  # fmt: skip
     group.add_argument("--kv-link-gbit", type=_positive, default=400.0, metavar="G", help="Gbit/s between both (400)")
-    group.add_argument("--startup-s", type=_not_negative, default=60.0, metavar="S", help="start-up time (60)")
     group.add_argument(
         "--delay-ms", type=_not_negative, default=0.0, metavar="MS",
         help="round trip between clients and steps (network, HTTP, balancer), part of every TTFT (0)",
@@ -267,44 +214,6 @@ def add_fleet_arguments(group: argparse._ArgumentGroup) -> None:
         "--fewest-replicas", type=options.positive, metavar="MAX",
         help="find the fewest replicas, at most MAX, that keep up, meet both objectives at p99 and refuse nothing",
     )  # fmt: skip
-    _add_faults(group)
-
-
-def _add_faults(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--retries",
-        type=options.not_negative,
-        default=0,
-        metavar="N",
-        help="retries of a refused or failed request (0)",
-    )
-    group.add_argument(
-        "--backoff-ms",
-        type=_positive,
-        default=100.0,
-        metavar="MS",
-        help="first wait before a retry, then doubled (100)",
-    )
-    group.add_argument("--mean-life-s", type=_positive, metavar="S", help="mean time until a replica fails (never)")
-    group.add_argument(
-        "--fail-at",
-        type=_not_negative,
-        nargs="+",
-        default=[],
-        metavar="S",
-        help="times at which a random replica fails",
-    )
-    group.add_argument(
-        "--rolling-restart-at",
-        type=_not_negative,
-        nargs="+",
-        default=[],
-        metavar="S",
-        help="times of rolling restarts of all replicas",
-    )
-    group.add_argument(
-        "--slow", metavar="SHARE:FACTOR", help="share of slow replicas, and the factor of their step times"
-    )
 
 
 def complete_fleet(args: argparse.Namespace) -> None:
@@ -316,8 +225,6 @@ def complete_fleet(args: argparse.Namespace) -> None:
             f"--prefix-length is {args.prefix_length} but --input-length is {(args.input_length or [100])[0]}: a "
             "prompt contains its prefix, so give a shorter one"
         )
-    if args.fewest_replicas and args.pools:
-        raise BenchError("--fewest-replicas looks for one number of replicas: leave out --pools")
     if args.fewest_replicas and args.ttft_objective is args.tpot_objective is None:
         raise BenchError("--fewest-replicas needs --ttft-objective, --tpot-objective or both, in ms")
     if args.fewest_replicas and args.num_requests and args.num_requests < LEAST_REQUESTS:
@@ -325,34 +232,11 @@ def complete_fleet(args: argparse.Namespace) -> None:
             f"--num-requests is {args.num_requests}, and fewer than {LEAST_REQUESTS} do not tell whether a fleet keeps "
             "up: leave it out, so that there are as many as that takes"
         )
-    if args.pools and args.prefill_share:
-        raise BenchError("--pools has a `role` for each pool: leave out --prefill-share")
-    _slow(args)
-
-
-def _slow(args: argparse.Namespace) -> tuple[float, float]:
-    """Which share of the replicas is slow, and how much. Raises BenchError."""
-    try:
-        share, factor = (float(part) for part in (args.slow or "0:1").split(":"))
-    except ValueError:
-        share = factor = math.nan
-    if not (0 <= share <= 1 and 0 < factor < math.inf):
-        raise BenchError(f"--slow is {args.slow}: give SHARE:FACTOR")
-    return share, factor
 
 
 def conditions_of(args: argparse.Namespace) -> Conditions:
-    """What befalls the fleet."""
-    slow_share, slow_factor = _slow(args)
+    """What lies between clients and replicas."""
     return Conditions(
-        retries=args.retries,
-        backoff_s=args.backoff_ms / 1000,
-        mean_life_s=args.mean_life_s or math.inf,
-        failures_at=tuple(args.fail_at),
-        restarts_at=tuple(args.rolling_restart_at),
-        startup_s=args.startup_s,
-        slow_share=slow_share,
-        slow_factor=slow_factor,
         delay_s=args.delay_ms / 1000,
         link_bytes=args.kv_link_gbit * 1e9 / 8,
         affinity_tokens=args.affinity_tokens,
@@ -363,63 +247,12 @@ def conditions_of(args: argparse.Namespace) -> Conditions:
 # ---------------------------------------------------------------------------------------------------------------- pools
 
 
-def pools_of(
-    args: argparse.Namespace,
-    replica: ReplicaModel,
-    values: Mapping[str, Any],
-    limits_of: LimitsOf,
-    trace: Sequence[Request] | None,
-) -> list[Pool]:
-    """The pools that the options ask for. Raises BenchError, also for a model in the trace that no pool has."""
-    if args.pools is not None:
-        found = _read(args, replica, limits_of)
-    else:
-        found = _split(args, _pool("all", replica, replica, limits_of, values["replicas"], args.price_per_hour))
-    try:
-        check_pools(found)
-    except ValueError as error:
-        raise BenchError(f"{args.pools}: {error}") from None
-    models = {pool.model for pool in found}
-    for asked in {request.model for request in trace or ()} | ({None} if trace is None else set()):
-        if asked not in models and None not in models:
-            named = "requests that name no model" if asked is None else f"model {asked}"
-            raise BenchError(f"no pool takes {named}: the pools' models are {', '.join(sorted(map(str, models)))}")
-    return found
-
-
-def _pool(
-    name: str,
-    replica: ReplicaModel,
-    standard: ReplicaModel,
-    limits_of: LimitsOf,
-    count: int,
-    price: float,
-    role: Any = "both",
-    model: str | None = None,
-) -> Pool:
-    return Pool(
-        name=name,
-        limits=limits_of(replica),
-        cost=replica.cost,
-        num_replicas=count,
-        role=role,
-        model=model,
-        share=standard.cost.seconds(TYPICAL) / replica.cost.seconds(TYPICAL),
-        price=price,
-        kv_bytes=replica.cost.kv_bytes_per_token if isinstance(replica.cost, Roofline) else 0.0,
-    )
-
-
-def least_replicas(args: argparse.Namespace) -> int:
-    """Of any fleet that is tried."""
-    return 1 if args.prefill_share is None else 2
-
-
-def _split(args: argparse.Namespace, pool: Pool) -> list[Pool]:
-    """One pool as it is, or as one that computes prompts and one that decodes, by the share of this many replicas."""
+def pools_of(args: argparse.Namespace, replica: ReplicaModel, limits: Limits, count: int) -> list[Pool]:
+    """One pool of so many replicas, or one that computes prompts and one that decodes. Raises BenchError."""
+    kv_bytes = replica.cost.kv_bytes_per_token if isinstance(replica.cost, Roofline) else 0.0
+    pool = Pool(limits, replica.cost, count, price=args.price_per_hour, kv_bytes=kv_bytes)
     if args.prefill_share is None:
         return [pool]
-    count = pool.num_replicas
     prompts = max(1, round(args.prefill_share * count))
     if args.fewest_replicas:
         prompts = min(prompts, count - 1)
@@ -429,48 +262,14 @@ def _split(args: argparse.Namespace, pool: Pool) -> list[Pool]:
             "or more --replicas"
         )
     return [
-        replace(pool, name="prefill", role="prefill", num_replicas=prompts),
-        replace(pool, name="decode", role="decode", num_replicas=count - prompts),
+        replace(pool, role="prefill", num_replicas=prompts),
+        replace(pool, role="decode", num_replicas=count - prompts),
     ]
 
 
-def _read(args: argparse.Namespace, standard: ReplicaModel, limits_of: LimitsOf) -> list[Pool]:
-    try:
-        records = json.loads(args.pools.read_text())
-    except (OSError, ValueError) as error:
-        raise BenchError(f"cannot read --pools {args.pools}: {error}") from None
-    if not isinstance(records, list) or not records or not all(isinstance(one, dict) for one in records):
-        raise BenchError(f'{args.pools}: expected a list such as [{{"name": "h200", "replicas": 4, "device": "h200"}}]')
-    return [
-        _of_record(args, record, f"{args.pools}, pool {n}", standard, limits_of) for n, record in enumerate(records, 1)
-    ]
-
-
-def _of_record(
-    args: argparse.Namespace, record: Mapping[str, Any], where: str, standard: ReplicaModel, limits_of: LimitsOf
-) -> Pool:
-    if unknown := sorted(set(record) - {*OF_COST, *OWN}):
-        raise BenchError(f"{where}: {', '.join(unknown)} is not known; it may have {', '.join((*OWN, *OF_COST))}")
-    count, price = record.get("replicas", 1), record.get("price_per_hour", args.price_per_hour)
-    checks = {
-        "replicas": type(count) is int and count >= 1,
-        "price_per_hour": isinstance(price, int | float) and 0 <= price < math.inf,
-        "role": record.get("role", "both") in ROLES,
-        "device": record.get("device", args.device) in (None, *DEVICES),
-    }
-    allowed = {"replicas": "a whole number of at least 1", "price_per_hour": "a number of at least 0"}
-    allowed |= {"role": f"one of {', '.join(ROLES)}", "device": f"one of {', '.join(DEVICES)}"}
-    if wrong := [name for name, is_right in checks.items() if not is_right]:
-        raise BenchError(f"{where}: {wrong[0]} is {record[wrong[0]]} but must be {allowed[wrong[0]]}")
-    differing = {name: record[name] for name in OF_COST if name in record}
-    if differing and args.shape is None and "shape" not in differing:
-        raise BenchError(
-            f"{where}: {', '.join(differing)} needs a shape: give one there, or --shape in place of --cost"
-        )
-    own = argparse.Namespace(**vars(args) | differing | ({"step_ms": None, "cost": None} if differing else {}))
-    replica = replica_model(own) if differing else standard
-    name = str(record.get("name", where))
-    return _pool(name, replica, standard, limits_of, count, price, record.get("role", "both"), record.get("model"))
+def least_replicas(args: argparse.Namespace) -> int:
+    """Of any fleet that is tried."""
+    return 1 if args.prefill_share is None else 2
 
 
 # ------------------------------------------------------------------------------------------------------------- prefixes

@@ -12,7 +12,7 @@ from benchmark.cost.ceilings import DATA_SHEET, MEASURED
 from benchmark.engine.generation import KINDS
 from benchmark.engine.shards import STEPS, THROUGHPUT_STEPS, throughputs_of
 from benchmark.result import GIB, Result, footer, table
-from benchmark.seeds.documents import Seed, block_figures, concurrency
+from benchmark.seeds.documents import Seed, concurrency
 from benchmark.seeds.measurements import Job
 
 Row = Mapping[str, Any]
@@ -239,38 +239,7 @@ def _cells(row: Row, system: str | None) -> list[object]:
 # -------------------------------------------------------------------------------------------------------------- flexgen
 
 
-def size_lines(sizes: Mapping[str, Any], device: str, *, is_projected: bool) -> Iterator[str]:
-    """The sizes as FlexGen prints them."""
-    names = ("model_size", "cache_size", "hidden_size", "peak_gpu_memory", "peak_host_memory")
-    model, cache, hidden, gpu, host = (_gib(sizes[f"{name}_bytes"]) for name in names)
-    yield f"model size: {model}\tcache size: {cache}\thidden size (p): {hidden}"
-    of_gpu = "" if device == "cpu" else f"peak gpu mem: {gpu}\t"
-    yield f"{of_gpu}peak host mem: {host}\tprojected: {is_projected}"
-
-
-def phase_line(kind: str, seconds: float, tokens_per_second: float | None) -> str:
-    """One phase as FlexGen prints it."""
-    return f"{kind} latency: {seconds:.3f} s\t{kind} throughput: {rate(tokens_per_second)} token/s"
-
-
-def rate(value: float | None) -> str:
-    """Tokens a second."""
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "not measured" if num_bytes is None else f"{num_bytes / GIB:.3f} GB"
-
-
 def _flexgen(result: Result, job: Job) -> Iterator[str]:
-    yield f"### {_engines(job)}"
-    for one in job.seed.tables:
-        own = [row for row in result.rows if row["schedule"] == one.schedule]
-        order = one.system.rpartition(" ")[2]
-        if own:
-            yield f"#### {one.schedule}" + (f" (the document's {order})" if order != one.schedule else "")
-        for row in own:
-            yield "\n".join(_block(row, result.context.device))
     is_full = not job.scale.reductions
     cells = []
     for row in result.rows:
@@ -287,7 +256,6 @@ def _flexgen(result: Result, job: Job) -> Iterator[str]:
     rates = [f"{kind} token/s".capitalize() for kind in KINDS]
     headings = ["Schedule", "n", "Blocks", "Sequences", "Computed GB", "Peak GB", *rates, "Level"]
     yield table([*headings, *_share_headings(result.rows, ", total", is_full=is_full)], cells)
-    yield from _modelled(job)
 
 
 def _computed_gib(row: Row) -> float:
@@ -299,44 +267,3 @@ def _peak_gib(row: Row) -> float | None:
     """On the device, as it was measured."""
     num_bytes = row["peak_gpu_memory_bytes"] or row["peak_host_memory_bytes"]
     return None if num_bytes is None else num_bytes / GIB
-
-
-def _modelled(job: Job) -> Iterator[str]:
-    """What the cost model says of the document's sizes on its device, beside the document where the whole is run."""
-    seed, is_full = job.seed, not job.scale.reductions
-    yield f"#### By the cost model, on the document's {seed.hardware}: computed from its data sheet, not measured"
-    by_schedule = {one.schedule: one for one in seed.tables}
-    cells = []
-    for row in block_figures(seed):
-        count = row["num_gpu_batches"]
-        for name, one in by_schedule.items():
-            theirs = one.row(num_gpu_batches=count) or {}
-            peak = _pair(row[name]["peak_bytes"] / GIB, theirs.get("peak_gpu_memory_gb"), "", 3, is_full=is_full)
-            rate = _pair(row[name]["tokens_per_second"], theirs.get("total_tokens_per_second"), "", 1, is_full=is_full)
-            cells.append(
-                [name, count, row[name]["sequences"], f"{row[name]['cache_size_bytes'] / GIB:.3f}", peak, rate]
-            )
-    yield table(("Schedule", "n", "Sequences", "Cache GB", "Computed peak GB", "Total token/s"), cells)
-
-
-def _engines(job: Job) -> str:
-    return "Lockstep" if job.scale.reductions else "Lockstep, and Flexgen beside it"
-
-
-def _block(row: Row, device: str) -> Iterator[str]:
-    yield f"--num-gpu-batches {row['num_gpu_batches']}"
-    yield from size_lines(row, device, is_projected=row["projected"])
-    for kind in KINDS:
-        yield phase_line(kind, row[f"{kind}_latency_s"], row[f"{kind}_tokens_per_second"])
-    if row["level_tokens_per_second"] is not None:
-        level = rate(row["level_tokens_per_second"])
-        yield f"{row['num_blocks']} blocks, level throughput: {level} token/s"
-    theirs = row["document"]
-    if theirs is None:
-        return
-    yield f"the document, {theirs['system']}:"
-    names = {"model size": "model_size_gb", "cache size": "cache_size_gb", "hidden size (p)": "hidden_size_gb"}
-    sizes = [f"{words}: {theirs[name]:.3f} GB" for words, name in names.items() if theirs[name] is not None]
-    yield "\t".join([*sizes, f"peak gpu mem: {theirs['peak_gpu_memory_gb']:.3f} GB\tprojected: True"])
-    for kind in KINDS:
-        yield phase_line(kind, theirs[f"{kind}_latency_s"], theirs[f"{kind}_tokens_per_second"])

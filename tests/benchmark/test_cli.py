@@ -29,7 +29,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     assert "[]" == shown.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["latency", "offline", "reproduce", "plan", "probes", "kernels", "promises", "gpu"])
+@pytest.mark.parametrize("name", ["latency", "offline", "reproduce", "plan", "kernels", "gpu"])
 def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
@@ -51,8 +51,6 @@ def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureF
         ["plan"],
         ["plan", "--model-id", "bloom-560m", "--device", "abacus"],
         ["offline", "--num-prompts", "-1"],
-        ["promises", "--repeat", "0"],
-        ["promises", "--only", "world-peace"],
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +80,7 @@ def test_what_fails_is_said_in_one_sentence(
     assert line.startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    "command", [["latency"], ["offline"], ["promises"], ["plan", "--model-id", "bloom-560m", "--device", "l4"]]
-)
+@pytest.mark.parametrize("command", [["latency"], ["offline"], ["plan", "--model-id", "bloom-560m", "--device", "l4"]])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import corpus
 import launcher
 from launch.commands import quantize
 from launch.config import DEMO
@@ -25,6 +24,7 @@ from launch.errors import Refusal
 from server.quantize.command import failure
 from server.quantize.output_folder import partial_of
 from server.quantize.recipe import Job
+from tests.embedded_model import corpus
 from tests.running import ROOT
 from tests.server.quantize.making import Served
 

@@ -59,7 +59,10 @@ def test_rows_without_an_answer_and_answers_of_one_token_do_no_harm(tmp_path: Pa
     assert drawn([failed], tmp_path) == {}
 
 
-def test_more_lines_than_colours_are_some_of_them_and_the_picture_says_so(tmp_path: Path) -> None:
+def test_more_lines_than_colours_are_some_of_them_and_the_picture_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "DOTS_PER_INCH", 20)
     found = drawn([row(n, float(n)) for n in range(1, 21)], tmp_path)
     assert f"({pictures.MOST_LINES} of 20 rows)" in found["distributions.png"].caption
     assert f"({pictures.MOST_PANELS} of 20 rows)" in found["server.png"].caption

@@ -8,9 +8,8 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from benchmark.serving.loops import arrival_times
 from benchmark.serving.outcomes import Load
-from benchmark.serving.workload import poisson_times
+from benchmark.serving.workload import arrival_times
 
 
 def gaps(load: Load) -> list[float]:
@@ -22,11 +21,6 @@ def test_gaps_have_their_mean_and_their_deviation(burstiness: float) -> None:
     found = gaps(Load(request_rate=20.0, burstiness=burstiness))
     assert pytest.approx(1 / 20, rel=0.05) == fmean(found)
     assert pytest.approx(burstiness, rel=0.05, abs=1e-9) == pstdev(found) / fmean(found)
-
-
-def test_plain_arrivals_are_those_of_a_simulation() -> None:
-    times = arrival_times(Load(request_rate=3.0), 50, None, Random("7"))
-    assert poisson_times(3.0, 50, Random("7")) == pytest.approx(times)
 
 
 def test_a_ramp_goes_from_one_rate_to_the_other() -> None:

@@ -18,7 +18,6 @@ from benchmark.serving.workload import (
     exact_prompt,
     local_token_ends,
     mean_lengths,
-    poisson_times,
     read_lengths,
 )
 from tests.benchmark.mock_server import word_ends
@@ -27,18 +26,7 @@ from tests.running import ROOT
 MEAN = Lengths(100, 40)
 
 
-def test_arrivals_keep_their_rate_and_are_as_irregular_as_poisson() -> None:
-    times = poisson_times(20.0, 10_000, Random(1))
-    gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
-    assert times == sorted(times)
-    assert pytest.approx(1 / 20, rel=0.03) == fmean(gaps)
-    deviation = fmean((gap - 1 / 20) ** 2 for gap in gaps) ** 0.5
-    assert pytest.approx(1 / 20, rel=0.05) == deviation  # an exponential's deviation is its mean
-
-
 def test_one_seed_gives_one_workload() -> None:
-    assert poisson_times(3, 50, Random("7")) == poisson_times(3, 50, Random("7"))
-    assert poisson_times(3, 50, Random("7")) != poisson_times(3, 50, Random("8"))
     assert draw_lengths("lognormal", MEAN, 50, Random(1)) == draw_lengths("lognormal", MEAN, 50, Random(1))
 
 

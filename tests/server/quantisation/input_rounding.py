@@ -1,6 +1,6 @@
 """What rounding inputs to 8 bits costs and gains on a CPU in bfloat16: `--cpu-inputs` rounded and exact side by side.
 
-    PYTHONPATH=docs/embedded-model python -m tests.server.quantisation.input_rounding [--documents N] [--check]
+    python -m tests.server.quantisation.input_rounding [--documents N] [--check]
 
 Error is how far log-probabilities of the embedded model's held-out text are from those of the same weights in float32,
 on average: of the arithmetic alone, and not of what rounding the weights costs. A second model computes the same with

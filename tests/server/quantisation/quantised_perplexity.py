@@ -1,7 +1,7 @@
 """What each way to quantise weights, or keys and values, costs the embedded model in perplexity on its held-out text.
 
-    PYTHONPATH=docs/embedded-model python -m tests.server.quantisation.quantised_perplexity [--check] [FORMAT …]
-    PYTHONPATH=docs/embedded-model python -m tests.server.quantisation.quantised_perplexity --backend cpu --kv-caches
+    python -m tests.server.quantisation.quantised_perplexity [--check] [FORMAT …]
+    python -m tests.server.quantisation.quantised_perplexity --backend cpu --kv-caches
 
 Every document is a prompt of an engine, as a server would run it, whose log-probabilities are asked for; a document is
 read alone, its end mark included. Left out: texts that the model did not learn to write, whose perplexity says little.
@@ -19,15 +19,15 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer
 
-import train
 from server.quantisation.kv import KV_FORMATS
 from server.stepping.engine import Engine
 from tests import cpu_kernels
+from tests.embedded_model import train
 from tests.running import ROOT
 from tests.server.driver import Prompt, generate, load_engine
 
 MODEL = ROOT / "server" / "demo"
-EVALUATION = ROOT / "docs" / "embedded-model" / "EVALUATION.json"
+EVALUATION = ROOT / "tests" / "embedded_model" / "EVALUATION.json"
 TOGETHER = 8  # documents in a step
 # What a format may add to the perplexity in float32, as a share of it.
 MOST = {"int8": 0.0005, "int4": 0.0025, "fp8": 0.0015}

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -78,9 +77,7 @@ model.save(task["output"])
 
 def samples(seed: int, documents: int, count: int, length: int) -> tuple[tuple[int, ...], ...]:
     """Of the embedded model's documents, one behind the other."""
-    sys.path.insert(0, str(ROOT / "docs" / "embedded-model"))
-    import corpus
-    import train
+    from tests.embedded_model import corpus, train
 
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     ids = [id for text in corpus.take(seed, documents) for id in (*tokenizer.encode(text.text).ids, train.EOS_ID)]

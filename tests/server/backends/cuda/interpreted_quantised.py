@@ -17,7 +17,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from benchmark.commands import products as products_command
+from benchmark.commands import kernels as kernels_command
 from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
 from benchmark.cost.ceilings import Ceilings
 from server.backends.cuda.backend import CudaBackend
@@ -147,11 +147,11 @@ def test_what_is_measured_on_a_gpu_runs_but_for_the_clock(tmp_path: Path) -> Non
         return 0.5
 
     shared = products(CPU, ONE_SPLIT)
-    found = list(products_command.timed([2, 20], clock, shared, Ceilings(1e9, 1e12), CPU, torch.float16, models))
+    found = list(kernels_command.timed([2, 20], clock, shared, Ceilings(1e9, 1e12), CPU, torch.float16, models))
     assert {"torch._int_mm", "rounding alone", "the layer"} < {row.way for row in found}
     assert all(row.milliseconds is not None for row in found if row.rows > 16 or "torch" not in row.way)
     path = tmp_path / "shares.json"
-    products_command.write_shares(found, path)
+    kernels_command.write_shares(found, path)
     shares = Shares.read(path)
     assert {"int_mm"} == {row.operator for row in shares.measured}
     assert not shares.is_good("int_mm", 64, 128, 20) and not shares.is_good("scaled_mm", 64, 128, 20)

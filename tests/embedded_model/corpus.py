@@ -11,9 +11,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import words
-from answers import Exchange, make_exchange
-from stories import make_story, with_article
+from tests.embedded_model import words
+from tests.embedded_model.answers import Exchange, make_exchange
+from tests.embedded_model.stories import make_story, with_article
 
 END = "</s>"
 CHAT_TEMPLATE = (

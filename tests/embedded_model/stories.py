@@ -4,17 +4,22 @@ A story is an introduction followed by the beats of one plot: a wish or a troubl
 some help, a result and a feeling. Each beat has several wordings with choices inside, and names,
 pronouns, places and things stay the same from the first sentence to the last. The module knows
 nothing about chat or tokens; `corpus` turns stories into documents.
+
+The plots are texts in `plots.json`: where a plot can happen, what it is about, and its beats in order. Every beat is
+a list of wordings of the same event, so any choice leads to a story that holds together. `{h}` is the hero, `{f}` the
+friend and `{o}` the helper; `[one|other]` is a choice. A capital first letter in a slot asks for a capital.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-import words
-from plots import PLOTS, Plot
+from tests.embedded_model import words
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{([A-Za-z_0-9.]+)\}")
@@ -25,6 +30,22 @@ _PRONOUNS: dict[str, dict[str, str]] = {
 _UNNAMED_SHARE = 0.25
 _RARE_NAME_SHARE = 0.1
 _OPPOSITE_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot. `direct`: wordings of the first beat for stories that open in the middle of the action, where the
+    introduction has already said where the hero is. `extra`: slots of this plot alone."""
+
+    name: str
+    lands: Sequence[str]
+    topics: Sequence[str]
+    direct: Sequence[str]
+    beats: Sequence[Sequence[str]]
+    extra: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+PLOTS = tuple(Plot(**plot) for plot in json.loads(Path(__file__).with_name("plots.json").read_text()))
 
 
 @dataclass(frozen=True)
@@ -132,12 +153,7 @@ def make_animal(
         named = rng.random() >= _UNNAMED_SHARE
     if not named:
         return Person(
-            f"the {animal.noun}",
-            with_article(kind),
-            f"little {animal.noun}",
-            own_gender,
-            animal.noun,
-            animal.land,
+            f"the {animal.noun}", with_article(kind), f"little {animal.noun}", own_gender, animal.noun, animal.land
         )
     name = _animal_name(rng, own_gender, taken)
     intro = f"{with_article(kind)} {rng.choice(('named', 'named', 'called'))} {name}"
@@ -168,12 +184,7 @@ def _helper(rng: random.Random, hero: Person, taken: str) -> Person:
         reference = f"{_PRONOUNS[hero.gender]['his']} {noun}"
         return Person(reference, reference, noun, gender, noun, hero.land)
     if hero.land in ("town", "castle") and roll < 0.8:
-        strangers = (
-            ("old woman", "she"),
-            ("old man", "he"),
-            ("kind farmer", "he"),
-            ("friendly teacher", "she"),
-        )
+        strangers = (("old woman", "she"), ("old man", "he"), ("kind farmer", "he"), ("friendly teacher", "she"))
         noun, gender = rng.choice(strangers)
     else:
         wise = {"snow": ("whale", "seal"), "plain": ("elephant", "turtle", "parrot")}
@@ -192,11 +203,7 @@ _LEADS = (
     "One [Monday|Saturday|Sunday] [morning|afternoon],",
     "Early one morning,",
 )
-_SNOW_LEADS = (
-    "One day,",
-    "One [cold|bright|clear|windy|white] [morning|afternoon|day],",
-    "Early one morning,",
-)
+_SNOW_LEADS = ("One day,", "One [cold|bright|clear|windy|white] [morning|afternoon|day],", "Early one morning,")
 _INTROS = (
     "Once upon a time, there was {h.intro}[ who|. {H.he}] lived {home}.",
     "Once upon a time, there was {h.intro}. {H.he} lived {home} with {h.his} {family}.",

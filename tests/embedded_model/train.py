@@ -1,4 +1,4 @@
-"""Trains the embedded model from nothing and writes its files, its evaluation and the README beside this program.
+"""Trains the embedded model from nothing and writes its files and its evaluation; prints two outputs for the README.
 
 All of them come from one seed and one number of steps, so anyone can make them again. The published run took 72
 minutes on one processor core. The program leaves out everything a large run would need: no checkpoints, no data
@@ -24,8 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.nn import functional
 from transformers import BloomConfig, BloomForCausalLM, GenerationConfig
 
-import corpus
-import words
+from tests.embedded_model import corpus, words
 
 VOCABULARY = 2048
 SPECIAL_TOKENS: tuple[str, ...] = ("<unk>", "<s>", "</s>", "<pad>")
@@ -282,13 +281,7 @@ def train_model(
             total = max(TIMED_STEPS, int(minutes * 60 * step / (time.monotonic() - start)))
         if step >= total:
             break
-        loss = train_step(
-            model,
-            optimizers,
-            batch,
-            rate_factor(step, total),
-            weights if 2 * step < total else None,
-        )
+        loss = train_step(model, optimizers, batch, rate_factor(step, total), weights if 2 * step < total else None)
         tokens += int((batch[1] != IGNORED).sum())
         average = loss if step == 0 else 0.97 * average + 0.03 * loss
         if step % 50 == 0:
@@ -309,10 +302,7 @@ def score_documents(model: BloomForCausalLM, tokenizer: Tokenizer, documents: Se
             logits = model(ids, use_cache=False).logits
         total += float(
             functional.cross_entropy(
-                logits.flatten(0, 1).float(),
-                targets.flatten(),
-                reduction="sum",
-                ignore_index=IGNORED,
+                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED
             )
         )
         count += int((targets != IGNORED).sum())
@@ -329,10 +319,7 @@ def evaluate(model: BloomForCausalLM, tokenizer: Tokenizer, seed: int, trained: 
     documents = held_out(seed)
     whole = score_documents(model, tokenizer, documents)
     kinds = {
-        kind: round(
-            score_documents(model, tokenizer, [d for d in documents if d.kind == kind]).perplexity,
-            4,
-        )
+        kind: round(score_documents(model, tokenizer, [d for d in documents if d.kind == kind]).perplexity, 4)
         for kind in corpus.KINDS
     }
     return {
@@ -398,83 +385,18 @@ def write_model(out: Path, model: BloomForCausalLM) -> None:
     _write_json(path, dict(sorted(config.items())))
 
 
-def _quoted(text: str) -> str:
-    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
-
-
-def readme_facts(facts: dict[str, Any]) -> dict[str, str]:
-    """The numbers of EVALUATION.json as the README gives them."""
-    return {
-        "size": f"{facts['model_bytes'] / 1e6:.1f}",
-        "parameters": f"{facts['parameters'] / 1e6:.1f}",
-        "tokens": f"{facts['training_tokens'] / 1e6:.1f}",
-        "minutes": str(round(facts["training_seconds"] / 60)),
-        "perplexity": str(facts["perplexity"]),
-        "steps": str(facts["steps"]),
-        "seed": str(facts["seed"]),
-    }
-
-
-def write_readme(notes: Path, model: BloomForCausalLM, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
-    """Write the README with two outputs that this very model gave."""
-    story = "Once upon a time"
-    question = corpus.render_chat(
-        [{"role": "user", "content": "What does --num-shard do?"}], add_generation_prompt=True
-    )
-    text = README.format(
-        **readme_facts(facts),
-        story=_quoted(story + generate(model, tokenizer, story)),
-        question=_quoted(generate(model, tokenizer, question)),
-    )
-    (notes / "README.md").write_text(text)
-
-
-README = """\
-# The embedded model
-
-What the server serves when no model is named: a BLOOM with 4 layers, 8 heads, {parameters} million parameters,
-2048 byte-level tokens and {size} MB of float32 weights, in [server/demo/](../../server/demo/). It shows at a
-first start that generation, chat, streaming and sharding (1, 2, 4 or 8 ways) work. Nothing in this folder is
-needed to serve it.
-
-## How it was made
-
-`stories.py`, `plots.py`, `words.py` and `answers.py` generate short stories, and questions with answers about
-the server; `corpus.py` makes documents of them from a seed. No outside text was used. `train.py` trained
-tokenizer and model on {tokens} million tokens in {minutes} minutes of one processor core. The perplexity on
-text from another seed is {perplexity}, low because the stories are simple; `EVALUATION.json` has all figures.
-To make it again after `make install`:
-
-    .venv/bin/python docs/embedded-model/train.py --steps {steps} --seed {seed} \\
-        --out server/demo --notes docs/embedded-model
-
-`--steps 20` and other folders try it in a minute. Text and tokenizer are the same everywhere; weights may
-differ in the last digits on another processor.
-
-## What it can and cannot do
-
-It tells short stories in simple English, answers questions about flags and routes of the server, and says who
-it is, and nothing else. It was trained on windows of 512 tokens and ignores most of what is further back. At
-temperature 0.8, one of eight stories had a slip ("One Sunday day"). It says that the default address is
-0.0.0.0, which it was when it was trained; now it is 127.0.0.1.
-
-## Two outputs
-
-"Once upon a time", greedy:
-
-{story}
-
-The chat message "What does --num-shard do?", greedy:
-
-{question}
-"""
+def outputs(model: BloomForCausalLM, tokenizer: Tokenizer) -> str:
+    """Two outputs that this very model gave, as the README has them."""
+    story, question = "Once upon a time", "What does --num-shard do?"
+    asked = corpus.render_chat([{"role": "user", "content": question}], add_generation_prompt=True)
+    return f"{story}{generate(model, tokenizer, story)}\n\n{question}\n{generate(model, tokenizer, asked)}"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line of this program."""
     parser = argparse.ArgumentParser(description="Train the embedded model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model's files")
-    parser.add_argument("--notes", type=Path, help="folder for README.md and EVALUATION.json (default: that of --out)")
+    parser.add_argument("--notes", type=Path, help="folder for EVALUATION.json (default: that of --out)")
     parser.add_argument("--minutes", type=float, default=25.0, help="time when --steps is not set")
     parser.add_argument("--steps", type=int, default=None, help="exact number of training steps")
     parser.add_argument("--seed", type=int, default=7, help="seed of the text and the weights")
@@ -484,7 +406,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, write, evaluate and describe the model."""
+    """Train, write and evaluate the model."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
     notes = options.notes or options.out
@@ -506,8 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     facts = evaluate(model, tokenizer, options.seed, trained)
     _write_json(notes / "EVALUATION.json", facts)
-    write_readme(notes, model, tokenizer, facts)
-    print(json.dumps(facts, indent=2))
+    print(json.dumps(facts, indent=2), outputs(model, tokenizer), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -107,18 +107,8 @@ HOMES: dict[str, tuple[str, ...]] = {
         "on a sunny farm with a red barn",
         "in a green meadow next to a farm",
     ),
-    "plain": (
-        "near a wide river",
-        "in a warm and sunny land",
-        "on a wide grassy plain",
-        "at the edge of the jungle",
-    ),
-    "snow": (
-        "in a land of ice and snow",
-        "on a snowy shore",
-        "near the cold blue sea",
-        "on a small island of ice",
-    ),
+    "plain": ("near a wide river", "in a warm and sunny land", "on a wide grassy plain", "at the edge of the jungle"),
+    "snow": ("in a land of ice and snow", "on a snowy shore", "near the cold blue sea", "on a small island of ice"),
 }
 
 
@@ -173,13 +163,7 @@ PLACES: dict[str, tuple[Place, ...]] = {
         "palm tree|under|to",
         "hill|on|up",
     ),
-    "snow": _places(
-        "ice cave|in|into",
-        "sea|by|to",
-        "snowy hill|on|up",
-        "big rock|behind|to",
-        "frozen lake|on|to",
-    ),
+    "snow": _places("ice cave|in|into", "sea|by|to", "snowy hill|on|up", "big rock|behind|to", "frozen lake|on|to"),
 }
 
 _CLOTH = "red blue green yellow striped soft warm new woolen"

@@ -2,7 +2,7 @@
 
 It shows what a client costs: nothing is computed for a token, a frame is written as it lies in memory. It speaks
 `/generate_stream`, `/v1/completions` and `/v1/chat/completions`; a word of a prompt is a token. A process of its own:
-`python -m benchmark.serving.frames` prints its port.
+`python -m tests.benchmark.serving.frames` prints its port.
 """
 
 from __future__ import annotations
