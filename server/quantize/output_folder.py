@@ -167,7 +167,14 @@ def config_of(recipe: Recipe, ignore: Sequence[str]) -> dict[str, Any]:
             "lm_head": False,
             "pack_dtype": "int32",
         }
-    is_int8 = recipe.layout == "int-quantized"
+    weights: dict[str, Any] = {"num_bits": recipe.bits, "type": "int", "dynamic": False}
+    if is_int8 := recipe.layout == "int-quantized":
+        weights |= {"symmetric": True, "strategy": "channel"}
+    else:
+        has_groups = recipe.group_size > 0
+        shared = {"strategy": "group", "group_size": recipe.group_size} if has_groups else {"strategy": "channel"}
+        weights |= {"symmetric": recipe.symmetric, "group_size": None, **shared}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
         "format": recipe.layout,
@@ -175,8 +182,8 @@ def config_of(recipe: Recipe, ignore: Sequence[str]) -> dict[str, Any]:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": _int8_weights() if is_int8 else _packed_weights(recipe),
-                "input_activations": _int8_inputs() if is_int8 else None,
+                "weights": weights,
+                "input_activations": inputs if is_int8 else None,
                 "output_activations": None,
             }
         },
@@ -223,23 +230,3 @@ LAYOUTS: Mapping[str, Callable[[QuantisedWeight, Recipe, torch.dtype], dict[str,
     "int-quantized": _int8,
     "gptq": _gptq,
 }
-
-
-def _packed_weights(recipe: Recipe) -> dict[str, Any]:
-    has_groups = recipe.group_size > 0
-    return {
-        "num_bits": recipe.bits,
-        "type": "int",
-        "symmetric": recipe.symmetric,
-        "strategy": "group" if has_groups else "channel",
-        "group_size": recipe.group_size if has_groups else None,
-        "dynamic": False,
-    }
-
-
-def _int8_weights() -> dict[str, Any]:
-    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-
-
-def _int8_inputs() -> dict[str, Any]:
-    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
