@@ -1,8 +1,10 @@
-"""What the files of a model's folder must be before anything opens them.
+"""What the files of a model's folder must be before anything opens them, and what in them says of quantised weights.
 
 Everything that was downloaded or given is untrusted: names in an index must be plain names of regular files that lie in
 the folder, JSON has a largest size, and every safetensors file must fit its own header. Contents are not hashed: a
-flipped bit passes. Nothing is downloaded (`hub.py`) or converted (`convert.py`) here.
+flipped bit passes. Checkpoints of some age say beside config.json, or among their tensors, how weights are quantised;
+it is read once for servers and for plans, so without torch. Nothing is downloaded (`hub.py`) or converted
+(`convert.py`) here, and what a config means is left to `server/quantisation/`.
 """
 
 from __future__ import annotations
