@@ -10,6 +10,7 @@ it is read once for servers and for plans, so without torch. Nothing is download
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -140,6 +141,14 @@ def need_space(folder: Path, needed: int, purpose_and_remedy: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise HubError(f"{folder} has {readable(free)} free but {readable(needed)} are needed {purpose_and_remedy}")
+
+
+def sync(folder: Path) -> None:
+    """Have a folder and its files on the disk."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def readable(num_bytes: float) -> str:

@@ -22,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.quantisation import exclusions
-from server.quantisation.stored import QuantisedWeight, Stored
+from server.quantisation.stored import Quantise, Stored
 from server.ranks.distributed import Shard
 
 AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
@@ -55,7 +55,6 @@ LENGTH_BYTES = 8  # of the number in front of a safetensors file's header
 PIECE_BYTES = 32 << 20
 STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
 WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
 HEADS = frozenset(exclusions.HEADS)
 BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from server.checkpoint.files import need_space
+from server.checkpoint.files import need_space, sync
 from server.quantisation.packing import pack
 from server.quantisation.stored import QuantisedWeight
 from server.quantize.recipe import Recipe, output_problem
@@ -99,7 +99,7 @@ def output_folder(target: Path) -> Iterator[OutputFolder]:
             if problem := output_problem(target):  # a run that held the lock before may have made it
                 raise ValueError(problem)
             yield OutputFolder(partial)
-            _sync(partial)
+            sync(partial)
             partial.rename(target)
             (target / MARKER).unlink()
         finally:
@@ -137,13 +137,6 @@ def _claimed(partial: Path, target: Path) -> Iterator[None]:
                 path.unlink()  # a run makes nothing but files
         yield
     finally:
-        os.close(descriptor)
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
         os.close(descriptor)
 
 
