@@ -11,7 +11,6 @@ launches convert once. Models are never built and code from a repository is neve
 from __future__ import annotations
 
 import fcntl
-import os
 import pickle
 import shutil
 import sys
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 
 from host.folders import make_private
 from server.checkpoint import spm
-from server.checkpoint.files import HubError, checked_file, read_json, weight_files
+from server.checkpoint.files import HubError, checked_file, read_json, sync, weight_files
 from server.quantisation import sizes
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
@@ -154,17 +153,10 @@ def convert_once(kind: str, source: Path, target: Path) -> None:
         make_private(partial)
         try:
             CONVERSIONS[kind](source, partial)
-            _sync(partial)
+            sync(partial)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def main(argv: list[str]) -> int:

@@ -1,13 +1,16 @@
-"""What the files of a model's folder must be before anything opens them.
+"""What the files of a model's folder must be before anything opens them, and what in them says of quantised weights.
 
 Everything that was downloaded or given is untrusted: names in an index must be plain names of regular files that lie in
 the folder, JSON has a largest size, and every safetensors file must fit its own header. Contents are not hashed: a
-flipped bit passes. Nothing is downloaded (`hub.py`) or converted (`convert.py`) here.
+flipped bit passes. Checkpoints of some age say beside config.json, or among their tensors, how weights are quantised;
+it is read once for servers and for plans, so without torch. Nothing is downloaded (`hub.py`) or converted
+(`convert.py`) here, and what a config means is left to `server/quantisation/`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -138,6 +141,14 @@ def need_space(folder: Path, needed: int, purpose_and_remedy: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise HubError(f"{folder} has {readable(free)} free but {readable(needed)} are needed {purpose_and_remedy}")
+
+
+def sync(folder: Path) -> None:
+    """Have a folder and its files on the disk."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def readable(num_bytes: float) -> str:

@@ -22,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.quantisation import exclusions
-from server.quantisation.stored import QuantisedWeight, Stored
+from server.quantisation.stored import Quantise, Stored
 from server.ranks.collectives import Shard
 
 AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
@@ -55,7 +55,6 @@ LENGTH_BYTES = 8  # of the number in front of a safetensors file's header
 PIECE_BYTES = 32 << 20
 STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
 WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
 HEADS = frozenset(exclusions.HEADS)
 BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits
@@ -502,11 +501,11 @@ class Weights:
             ignored += self.format.ignored
             ignored += tuple(f"^{re.escape(name)}$" for name in self.checkpoint.zeros(self.format.zeros))
         left = self.checkpoint.leftovers(ignored)
-        if self.format is not None and (head := next((one for one in left if HEADS & {*one.split(".")[:-1]}), None)):
+        if head := next(filter(_is_of_quantised_head, left), None):
             own = ", or say `tie_word_embeddings` false in config.json, so that the head is the stored one"
             raise CheckpointError(
-                f"the head is in fewer bits ({head}), and by config.json it is tied to the embedding table, which is "
-                f"not: quantise the model anew and leave its head as it is{own if self.has('head') else ''}"
+                f"the head is stored in fewer bits ({head}), but tied to the embedding table, whose rows it takes: "
+                f"quantise the model anew and leave its head as it is{own if self.has('head') else ''}"
             )
         if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
@@ -514,6 +513,12 @@ class Weights:
                 f"the checkpoint has tensors that this architecture does not use: {shown}; "
                 "config.json and weights do not belong together, or the family is not fully supported"
             )
+
+
+def _is_of_quantised_head(leftover: str) -> bool:
+    """Whether a tensor, told with its file, is beside a head's weight and no bias."""
+    *path, suffix = leftover.partition(" in ")[0].split(".")
+    return not HEADS.isdisjoint(path) and suffix not in ("weight", "bias")
 
 
 def of_layers(names: NameMap, prefix: str, layers: Iterable[int]) -> tuple[str, ...]:

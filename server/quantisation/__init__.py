@@ -10,9 +10,9 @@ are rounded, if they are. The reference backend computes with it and so defines 
 * Codes stay in the checkpoint's words (`packing.py`) until somebody asks for them.
 * The group of an input is data, so a split that cuts a group needs no special case. Scales come from whole rows, and
   those of rounded inputs from all ranks, so that the number of ranks changes no token.
-* What a checkpoint's config says is untrusted: what would change the meaning of codes is served or refused by name
-  (`config_keys.py`), as layers left dense are (`exclusions.py`). Configs of tools that write another tool's layout are
-  put in that tool's terms (`translation.py`); `configs.py` checks values and expressions, `quark.py` and `torchao.py`
+* What a checkpoint's config says is untrusted: `configs.py` checks values and expressions. `translation.py` puts
+  configs of tools that write another tool's layout in that tool's terms, `config_keys.py` knows which keys change what
+  codes mean, and refuses what is not served, `exclusions.py` tells which layers are dense; `quark.py` and `torchao.py`
   read what is special to these tools.
 * `sizes.py` says once how many bits everything takes, without torch, for people and for plans.
 * `kv.py` does for rows of the KV cache what the others do for weights.

@@ -8,7 +8,7 @@ Shapes: F output features, D input features, G groups of inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -122,6 +122,7 @@ class QuantisedWeight:
 
 # A weight [F, D] as it is stored: dense, or in fewer bits.
 Stored = Tensor | QuantisedWeight
+Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
 
 
 def joined(parts: Sequence[Stored]) -> Stored | None:

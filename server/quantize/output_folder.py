@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from server.checkpoint.files import need_space
+from server.checkpoint.files import need_space, sync
 from server.quantisation.packing import pack
 from server.quantisation.stored import QuantisedWeight
 from server.quantize.recipe import Recipe, output_problem
@@ -99,7 +99,7 @@ def output_folder(target: Path) -> Iterator[OutputFolder]:
             if problem := output_problem(target):  # a run that held the lock before may have made it
                 raise ValueError(problem)
             yield OutputFolder(partial)
-            _sync(partial)
+            sync(partial)
             partial.rename(target)
             (target / MARKER).unlink()
         finally:
@@ -140,13 +140,6 @@ def _claimed(partial: Path, target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
 def tensors_of(name: str, weight: QuantisedWeight, recipe: Recipe, scales: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a layer called `name`, on the host. scales: their dtype."""
     found = LAYOUTS[recipe.layout](weight, recipe, scales)
@@ -167,7 +160,14 @@ def config_of(recipe: Recipe, ignore: Sequence[str]) -> dict[str, Any]:
             "lm_head": False,
             "pack_dtype": "int32",
         }
-    is_int8 = recipe.layout == "int-quantized"
+    weights: dict[str, Any] = {"num_bits": recipe.bits, "type": "int", "dynamic": False}
+    if is_int8 := recipe.layout == "int-quantized":
+        weights |= {"symmetric": True, "strategy": "channel"}
+    else:
+        has_groups = recipe.group_size > 0
+        shared = {"strategy": "group", "group_size": recipe.group_size} if has_groups else {"strategy": "channel"}
+        weights |= {"symmetric": recipe.symmetric, "group_size": None, **shared}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "quant_method": "compressed-tensors",
         "format": recipe.layout,
@@ -175,8 +175,8 @@ def config_of(recipe: Recipe, ignore: Sequence[str]) -> dict[str, Any]:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": _int8_weights() if is_int8 else _packed_weights(recipe),
-                "input_activations": _int8_inputs() if is_int8 else None,
+                "weights": weights,
+                "input_activations": inputs if is_int8 else None,
                 "output_activations": None,
             }
         },
@@ -223,23 +223,3 @@ LAYOUTS: Mapping[str, Callable[[QuantisedWeight, Recipe, torch.dtype], dict[str,
     "int-quantized": _int8,
     "gptq": _gptq,
 }
-
-
-def _packed_weights(recipe: Recipe) -> dict[str, Any]:
-    has_groups = recipe.group_size > 0
-    return {
-        "num_bits": recipe.bits,
-        "type": "int",
-        "symmetric": recipe.symmetric,
-        "strategy": "group" if has_groups else "channel",
-        "group_size": recipe.group_size if has_groups else None,
-        "dynamic": False,
-    }
-
-
-def _int8_weights() -> dict[str, Any]:
-    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-
-
-def _int8_inputs() -> dict[str, Any]:
-    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

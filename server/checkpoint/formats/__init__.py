@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from server.checkpoint.files import with_quantisation
 from server.checkpoint.formats.awq import AwqFormat
 from server.checkpoint.formats.bitsandbytes import BitsAndBytesFormat
@@ -22,7 +20,7 @@ from server.quantisation import configs, sizes
 from server.quantisation.config_keys import refuse_unserved
 from server.quantisation.configs import Budget
 from server.quantisation.rounding import float8_rows, fp4_blocks, int4_groups, int8_rows, int8_weights, nf4_blocks
-from server.quantisation.stored import QuantisedWeight
+from server.quantisation.stored import Quantise
 from server.quantisation.translation import translated
 
 # By `quant_method`.
@@ -54,8 +52,6 @@ REFUSED: Mapping[str, str] = {
     "eetq": f"{PUBLISHED} eetq",
     "deepspeedfp": f"{PUBLISHED} fp8",
 }
-
-Quantise = Callable[[Tensor], QuantisedWeight]
 
 # As in `sizes.IN_FLIGHT`. bitsandbytes' 8 bits are of weights alone, as a checkpoint of it has them.
 IN_FLIGHT: Mapping[str, Quantise] = {

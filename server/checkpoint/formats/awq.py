@@ -84,22 +84,13 @@ class AwqFormat(Format):
                 f"{tensors.name} has {outputs} outputs, and awq packs {PACKED} at a time: such a layer must be left as "
                 "it is (`modules_to_not_convert`)"
             )
-        groups = contiguous_groups(self._group_size, inputs)
-        num_groups = int(groups[-1]) + 1
-        kept, of_input = torch.unique(groups[slice(*part.columns)], return_inverse=True)
+        num_groups = int(contiguous_groups(self._group_size, inputs)[-1]) + 1
+        kept, of_input = part.groups_of(self._group_size)
         first, last = int(kept[0]), int(kept[-1]) + 1
         scale = tensors.read_box("scales", (num_groups, outputs), FLOATS, [(first, last)], part.rows)
         codes = packed_outputs(tensors, "qweight", (inputs, outputs), part.columns, part.rows)
         zeros = packed_outputs(tensors, "qzeros", (num_groups, outputs), (first, last), part.rows)
-        return QuantisedWeight(
-            codes,
-            BITS,
-            finite(tensors, "scales", scale).t().contiguous(),
-            of_input,
-            zero=unpacked(zeros).float(),
-            first_input=part.columns[0],
-            num_inputs=inputs,
-        )
+        return part.weight(codes, BITS, finite(tensors, "scales", scale).t(), of_input, zero=unpacked(zeros).float())
 
 
 def _either(config: Mapping[str, Any], keys: Sequence[str], usual: object) -> Any:

@@ -43,15 +43,17 @@ from server.checkpoint.formats.protocol import (
     Tensors,
     checked_groups,
     covering,
+    covering_words,
     finite,
     numbers_of_float8,
+    refuse_undivided,
     rows_of_all,
 )
 from server.quantisation import exclusions
 from server.quantisation.configs import AGAIN, Budget, block_size, compiled, group_size, shown, strategy_of, strings
 from server.quantisation.exclusions import CLASSES, ends
-from server.quantisation.packing import Codes, packed_inputs, unit_of, unpack, words_of
-from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation.packing import Codes, packed_inputs, unpack, words_of
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 FLOAT8 = torch.float8_e4m3fn
 PACKED = "pack-quantized"
@@ -278,23 +280,15 @@ class CompressedFormat(Format):
 
     def read(self, tensors: Tensors, part: Part) -> QuantisedWeight:
         scheme = self._scheme_of(tensors.name)
-        groups = _groups(tensors, part, scheme)
-        kept, of_input = torch.unique(groups, return_inverse=True)
+        kept, of_input = part.groups_of(_groups(tensors, part, scheme))
         read = _packed if scheme.is_packed else _float4 if scheme.is_float4 else _plain
         codes, zero = read(tensors, part, scheme)
         if zero is not None:
             zero = zero.expand(-1, scheme.num_groups(part.size[1]))[:, kept].contiguous()
-        return QuantisedWeight(
-            codes,
-            scheme.bits if scheme.is_packed or scheme.is_float4 else 8,
-            _scale(tensors, part, scheme)[:, kept].contiguous(),
-            of_input,
-            zero=zero,
-            levels=float4_levels() if scheme.is_float4 else None,
-            inputs=_inputs(tensors, scheme),
-            first_input=part.columns[0],
-            num_inputs=part.size[1],
-        )
+        bits = scheme.bits if scheme.is_packed or scheme.is_float4 else 8
+        levels = float4_levels() if scheme.is_float4 else None
+        inputs, scale = _inputs(tensors, scheme), _scale(tensors, part, scheme)[:, kept]
+        return part.weight(codes, bits, scale, of_input, zero=zero, levels=levels, inputs=inputs)
 
     def _scheme_of(self, name: str) -> Scheme:
         if name not in self._known:
@@ -307,28 +301,23 @@ class CompressedFormat(Format):
         )
 
 
-def _groups(tensors: Tensors, part: Part, scheme: Scheme) -> Tensor:
-    """[columns] int64: the group of each input of the part."""
+def _groups(tensors: Tensors, part: Part, scheme: Scheme) -> int | Tensor:
+    """How many neighbours are a group, or the group [D] of each input."""
     _, inputs = part.size
     size = scheme.group_size if scheme.block is None else scheme.block[1]
-    if scheme.group_size != -1 and inputs % scheme.group_size:
-        raise FormatError(
-            f"{tensors.name} has {inputs} inputs, which groups of {scheme.group_size} do not divide: such a layer "
-            "must be left as it is (`ignore`)"
-        )
+    refuse_undivided(tensors, inputs, scheme.group_size, "such a layer must be left as it is (`ignore`)")
     if scheme.group_size == -1 or not tensors.has("weight_g_idx"):
-        return contiguous_groups(size, inputs)[slice(*part.columns)]
+        return size
     groups = tensors.read("weight_g_idx", (inputs,), (torch.int32, torch.int64)).long()
-    return checked_groups(tensors, "weight_g_idx", groups, scheme.num_groups(inputs))[slice(*part.columns)]
+    return checked_groups(tensors, "weight_g_idx", groups, scheme.num_groups(inputs))
 
 
 def _packed(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Codes, Tensor]:
     """Codes [rows, columns] uint8 and the codes of 0 [rows, G or 1] float32."""
     outputs, inputs = part.size
-    bits, unit = scheme.bits, unit_of(scheme.bits)
-    wide, inside = covering(part.columns, unit, inputs)
-    columns = [(words_of(wide[0], bits), words_of(wide[1], bits))]
-    words = tensors.read_box("weight_packed", (outputs, words_of(inputs, bits)), (torch.int32,), part.rows, columns)
+    bits, shape = scheme.bits, (outputs, words_of(inputs, scheme.bits))
+    columns, inside = covering_words(part.columns, bits, inputs)
+    words = tensors.read_box("weight_packed", shape, (torch.int32,), part.rows, [columns])
     codes = packed_inputs(words.t(), bits, inside)
     if not scheme.has_zero:
         return codes, torch.full((len(words), 1), float(1 << (bits - 1)))
@@ -337,8 +326,7 @@ def _packed(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Codes, Tensor
     shape = (words_of(outputs, bits), scheme.num_groups(inputs))
     zeros = []
     for rows in part.rows:
-        (first, last), inside = covering(rows, unit, outputs)
-        bounds = (words_of(first, bits), words_of(last, bits))
+        bounds, inside = covering_words(rows, bits, outputs)
         words = tensors.read("weight_zero_point", shape, (torch.int32,), part=bounds)
         zeros.append(unpack(words, bits, dim=0)[inside])
     return codes, torch.cat(zeros).float()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from server.quantisation.configs import FormatError as FormatError
 from server.quantisation.exclusions import HEADS_AND_ROUTERS, Exclusions, Names
-from server.quantisation.stored import QuantisedWeight
+from server.quantisation.packing import Codes, unit_of, words_of
+from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 Ranges = Sequence[tuple[int, int]]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,6 +51,29 @@ class Part:
     size: tuple[int, int]  # of the whole
     rows: Ranges  # half-open, one after the other
     columns: tuple[int, int]  # half-open
+
+    def groups_of(self, size: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The groups [G'] that the part's inputs are in, ascending, and which of these each input [columns] is in.
+
+        size: of groups of neighbours, 0 and -1: all are one; or the group of each input of the whole.
+        """
+        groups = size if isinstance(size, Tensor) else contiguous_groups(size, self.size[1])
+        return torch.unique(groups[slice(*self.columns)], return_inverse=True)
+
+    def weight(
+        self,
+        held: Codes,
+        bits: int,
+        scale: Tensor,
+        groups: Tensor,
+        *,
+        zero: Tensor | None = None,
+        levels: Tensor | None = None,
+        inputs: RoundedInputs | None = None,
+    ) -> QuantisedWeight:
+        """This part, of which the fields are given as `QuantisedWeight` says."""
+        place = {"first_input": self.columns[0], "num_inputs": self.size[1]}
+        return QuantisedWeight(held, bits, scale.contiguous(), groups, zero, levels, inputs, **place)
 
 
 @dataclass(frozen=True)
@@ -193,3 +217,15 @@ def covering(bounds: tuple[int, int], unit: int, most: int) -> tuple[tuple[int, 
     start, stop = bounds
     first, last = start // unit * unit, min(-(-stop // unit) * unit, most)
     return (first, last), slice(start - first, stop - first)
+
+
+def covering_words(bounds: tuple[int, int], bits: int, most: int) -> tuple[tuple[int, int], slice]:
+    """Likewise the least range of words that hold codes of so many bits, and where they lie in what is unpacked."""
+    (first, last), inside = covering(bounds, unit_of(bits), most)
+    return (words_of(first, bits), words_of(last, bits)), inside
+
+
+def refuse_undivided(tensors: Tensors, inputs: int, size: int, remedy: str) -> None:
+    """Raise FormatError where groups of `size`, which is above 0, do not divide the inputs."""
+    if size > 0 and inputs % size:
+        raise FormatError(f"{tensors.name} has {inputs} inputs, which groups of {size} do not divide: {remedy}")

@@ -14,9 +14,9 @@ from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
-from server.checkpoint.weights import Quantise
 from server.layers.mlp import MoeMlp
 from server.quantisation.rounding import int8_rows
+from server.quantisation.stored import Quantise
 
 EXPERTS, WIDTH, INNER, TOP_K = 5, 48, 32, 2
 MakeBackend = Callable[[torch.dtype], Backend]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import DenseFormat
 from server.checkpoint import weights
 from server.checkpoint.files import HubError
-from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
+from server.checkpoint.weights import Checkpoint, CheckpointError, ReadAhead, Weights
 from server.loading import LayerCount
 from server.model.load import load as load_model
 from server.model.transformer import Transformer
@@ -322,3 +323,21 @@ def test_each_layer_of_both_stacks_is_told_once(checkpoints: Checkpoints) -> Non
     opened = Weights.open(Checkpoint(folder), family.names, Shard(), torch.float32, CPU)
     load_model(opened, spec, ReferenceBackend(CpuDevice()), report=lambda: told.append(1))
     assert spec.encoder is not None and spec.num_layers + spec.encoder.num_layers == len(told)
+
+
+def test_what_follows_is_asked_for_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes next in a file is asked for once, and nothing else is."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"layer{number}": torch.zeros(1000) for number in range(10)}, path)
+    data = path.stat().st_size - 40_000
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(weights, "AHEAD_BYTES", 12_000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: asked.append((begin - data, size)))
+    reading = ReadAhead()
+    for number in range(4):
+        reading.passed(path, f"layer{number}")
+    assert [(4_000, 12_000), (16_000, 8_000)] == asked  # behind the first; then, half of that having passed, more
+    reading.passed(path, "layer8")
+    assert (36_000, 12_000) == asked[-1]
+    reading.passed(path, "layer0")
+    assert (4_000, 12_000) == asked[-1]

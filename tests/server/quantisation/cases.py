@@ -51,9 +51,8 @@ PAIRS = {
     "bloom-gptq": Case("bloom", {"n_layer": 2}, quantised.gptq(4, 32)),
     "bloom-int8": Case("bloom", {"n_layer": 2}, quantised.compressed_int8(is_fixed=False)),
     "bloom-nf4": Case("bloom", {"n_layer": 2}, quantised.bitsandbytes("nf4", is_nested=True)),
-    "bloom-nf4-as-bfloat16": Case(
-        "bloom", {"n_layer": 2}, quantised.bitsandbytes("nf4", is_nested=False, storage="bfloat16")
-    ),
+    "bloom-nf4-as-bfloat16": Case("bloom", {"n_layer": 2},
+                                  quantised.bitsandbytes("nf4", is_nested=False, storage="bfloat16")),
     "bloom-mxfp4": Case("bloom", {"n_layer": 2}, quantised.mxfp4()),
     # grouped heads, gates; 96 inputs, of which groups are cut by 2, 4 and 8 ranks
     "llama-gptq-3": Case("llama", SMALL, quantised.gptq(3, 32, is_ordered=False)),
@@ -73,8 +72,7 @@ PAIRS = {
     "llama-auto-round-awq": Case("llama", SMALL, quantised.auto_round("auto_round:auto_awq")),
     "llama-quark": Case("llama", SMALL, quantised.quark("uint4", 32)),
     "llama-quark-mixed": Case(
-        "llama",
-        SMALL,
+        "llama", SMALL,
         with_config(
             quantised.quark("int4", 32, "order", is_symmetric=True),
             layer_quant_config={"*.down_proj": quantised.quark_mxfp4().config["global_quant_config"]},
@@ -83,18 +81,12 @@ PAIRS = {
         others={"down_proj": quantised.quark_mxfp4(), "v_proj|up_proj": None},
     ),
     "llama-quark-rows": Case("llama", SMALL, quantised.quark("uint4", -1)),
-    "llama-quark-signed-rows": Case("llama", SMALL, quantised.quark("int4", -1, is_symmetric=True)),
-    "llama-quark-floats": Case("llama", SMALL, quantised.quark_float8("per_channel", is_rounded=False)),
     "llama-quark-float8": Case("llama", SMALL, quantised.quark_float8("per_tensor", is_rounded=True)),
-    "llama-quark-float8-rows": Case("llama", SMALL, quantised.quark_float8("per_channel", is_rounded=True)),
     "bloom-quark-eight-bits": Case("bloom", {"n_layer": 2}, quantised.quark("int8", 32)),
-    "mistral-quark-eight-bits": Case("mistral", SMALL, quantised.quark("uint8", -1)),
     "llama-torchao": Case("llama", SMALL, quantised.torchao("Int4Tensor")),
     "llama-torchao-head": Case(
-        "llama",
-        SMALL | {"vocab_size": 104},
-        with_config(quantised.torchao("Int4PlainInt32Tensor"), include_input_output_embeddings=True),
-        also="lm_head",
+        "llama", SMALL | {"vocab_size": 104}, also="lm_head",
+        how=with_config(quantised.torchao("Int4PlainInt32Tensor"), include_input_output_embeddings=True),
     ),
     "bloom-torchao-bytes": Case("bloom", {"n_layer": 2}, quantised.torchao("IntxUnpackedToInt8Tensor")),
     "t5-torchao-floats": Case("t5-gated", T5_SMALL, quantised.torchao("Float8Tensor", group=-1)),
@@ -121,24 +113,18 @@ PAIRS = {
         others={"up_proj|layers.1.self_attn": None},
     ),
     "llama-gptq-mixed": Case(
-        "llama",
-        SMALL,
-        with_config(quantised.gptq(4, 32), dynamic=BY_NAME),
+        "llama", SMALL, with_config(quantised.gptq(4, 32), dynamic=BY_NAME),
         others={"down_proj": None, "gate_proj|v_proj": quantised.gptq(8, -1)},
     ),
     "mixtral-router": Case("mixtral", SMALL, quantised.bitsandbytes_int8(), also=r"\.gate\."),
     # tables of embeddings in few bits, alone and tied to the head
     "llama-packed-table": Case(
-        "llama",
-        SMALL,
-        with_targets(quantised.compressed_packed(4, 32, is_symmetric=False), "Linear", "Embedding"),
-        also="embed_tokens",
+        "llama", SMALL, also="embed_tokens",
+        how=with_targets(quantised.compressed_packed(4, 32, is_symmetric=False), "Linear", "Embedding"),
     ),
     "llama-packed-tied": Case(
-        "llama-biased-tied",
-        SMALL,
-        with_targets(quantised.compressed_packed(8, -1, is_symmetric=True), "Linear", "Embedding"),
-        also="embed_tokens",
+        "llama-biased-tied", SMALL, also="embed_tokens",
+        how=with_targets(quantised.compressed_packed(8, -1, is_symmetric=True), "Linear", "Embedding"),
     ),
     # a head of its own in few bits
     "llama-gptq-head": Case(

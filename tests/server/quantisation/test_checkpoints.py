@@ -104,9 +104,7 @@ class Emulated(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ROUNDED if "mixtral" not in name]
-)  # whose experts are no layers there
+@pytest.mark.parametrize("name", IN_LAYERS)
 def test_models_that_round_inputs_are_near_their_definition(quantised_models: Quantised, name: str) -> None:
     folder, layers = quantised_models(name)
     config = AutoConfig.from_pretrained(folder / "dense")

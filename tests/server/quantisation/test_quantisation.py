@@ -138,14 +138,6 @@ def test_plans_and_readers_leave_out_the_same(config: dict[str, Any], expected: 
     assert chosen.storage.includes_head != expected[-1]
 
 
-def test_a_malformed_config_is_one_sentence() -> None:
-    for wrong in (GPTQ | {"bits": None}, W8A8 | {"config_groups": [1]}):
-        with pytest.raises(ValueError, match=r"`quantization_config` cannot be read: .*; download config\.json again"):
-            sizes.of_config({"quantization_config": wrong})
-    with pytest.raises(ValueError, match=r"`weight_block_size` must be two numbers.*Given: 128; take another"):
-        sizes.of_config({"quantization_config": FP8 | {"weight_block_size": 128}})
-
-
 def test_unknown_methods_are_named() -> None:
     with pytest.raises(ValueError, match="`quant_method` 'aqlm' is not served: gptq, awq, "):
         sizes.of_config({"quantization_config": {"quant_method": "aqlm"}})

@@ -39,10 +39,16 @@ IN_SUITE = {
     4: ["baichuan-gptq", "llama-packed-tied", "mixtral-awq", "t5-gptq"],
     8: [],
 }
+# What can be divided so runs at each world size.
+MODELS = {
+    2: [*PAIRS, *OTHERS],
+    4: [*PAIRS, "int8=mt5", "bitsandbytes-fp4=falcon-40b"],
+    8: [*PAIRS, "int4=llama-biased-tied", "bitsandbytes-nf4=gpt_neox"],
+}
 RUNS = [
     pytest.param(name, world_size, name in suite, marks=[] if name in suite else [pytest.mark.formats])
     for world_size, suite in IN_SUITE.items()
-    for name in (*PAIRS, *OTHERS)
+    for name in MODELS[world_size]
 ]
 AMONG_OTHERS = ["bloom-int8", "mistral-awq", "mixtral-gptq"]
 Models = Callable[[str], str]
@@ -75,7 +81,7 @@ def of_ranks(models: Models, tmp_path_factory: pytest.TempPathFactory) -> RunRan
 
     @cache
     def get(world_size: int, is_in_suite: bool) -> list[Tokens]:
-        names = {models(name): name for name in (*PAIRS, *OTHERS) if (name in IN_SUITE[world_size]) == is_in_suite}
+        names = {models(name): name for name in MODELS[world_size] if (name in IN_SUITE[world_size]) == is_in_suite}
         found = run_ranks(list(names), world_size, tmp_path_factory.mktemp("ranks") / "rendezvous")
         return [{names[model]: tokens[model] for model in names} for tokens in found]
 

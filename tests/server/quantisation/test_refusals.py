@@ -436,7 +436,7 @@ def test_a_head_in_fewer_bits_that_is_tied_is_told_with_remedies(tmp_path: Path,
     quantised.quantise(tmp_path / "source", tmp_path, with_config(how, exclude=[]), also="lm_head")
     said = refusal(tmp_path / "quantised")
     assert re.search(
-        r"head is in fewer bits \(lm_head\..*tied to the embedding table.*anew and leave its head.*or say", said
+        r"head is stored in fewer bits \(lm_head\..*tied to the embedding table.*anew and leave its head.*or say", said
     )
     config = tmp_path / "quantised" / "config.json"  # the second remedy
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
