@@ -16,13 +16,13 @@ from server.loading import load
 from server.pb import generate_pb2 as pb
 from server.stepping.warmup import ProfileRun, warm_up
 from tests.gpu.gpu_backend import gpu_backend
+from tests.gpu.selection import GPU, NEEDS_GPU
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks.tensor_parallel import prompts
 from tests.server.tiny import save_tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-GPU = torch.device("cuda", 0)
+pytestmark = NEEDS_GPU
 SIZES = {"total_tokens": 2048, "wanted_tokens": 0, "useful_tokens": 2**31, "top_n_tokens": 5}
 
 
