@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 
 from benchmark.commands import kernels as kernels_command
 from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
-from benchmark.cost.ceilings import Ceilings
+from benchmark.cost.roofline import Ceilings
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.choice import MeasuredShare, Shares
