@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 
 from benchmark import launch, options
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.roofline import ServedModel, ceiling_of
+from benchmark.cost.devices import ceilings_of, machine_at_hand
+from benchmark.cost.roofline import Ceilings, ServedModel, ceiling_of
 from benchmark.launch import started_command, stop_command
 from benchmark.result import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
-from benchmark.seeds.limits import ceilings_of, machine_at_hand
 from benchmark.terminal import Stage, shown
 
 RESULTS = ROOT / "docs" / "results"

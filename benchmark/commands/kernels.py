@@ -28,8 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmark.cost.ceilings import GPU_READ_BYTES, Ceilings, Probe
-from benchmark.cost.devices import known
+from benchmark.cost.devices import GPU_READ_BYTES, Probe, known
+from benchmark.cost.roofline import Ceilings
 from benchmark.result import BenchError, prepare_output, table
 from benchmark.terminal import Progress, Stage, shown
 from server.quantisation.random_weight import Kind, noise

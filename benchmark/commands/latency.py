@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmark import launch, options
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings, Gauge, describe
-from benchmark.cost.roofline import BytesAndFlops, ServedModel
+from benchmark.cost.devices import Gauge, describe
+from benchmark.cost.roofline import BytesAndFlops, Ceilings, ServedModel
 from benchmark.engine import shards
 from benchmark.engine.generation import PeerTimes, TransformersPeer, detokenising, peer_rows, peer_table
 from benchmark.engine.shards import (

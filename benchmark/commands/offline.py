@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import launch, options
-from benchmark.cost import offloading
-from benchmark.cost.ceilings import Ceilings, describe
-from benchmark.cost.offloading import Measured, Streamed
-from benchmark.cost.roofline import ServedModel
+from benchmark.cost.devices import describe
+from benchmark.cost.roofline import Ceilings, ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES
 from benchmark.cost.step_times import Cost
 from benchmark.engine import schedules, shards
@@ -46,10 +44,14 @@ from benchmark.engine.jobs import (
     DEFAULT_BATCHES,
     PREFILL_TOKENS,
     Job,
+    Measured,
+    Streamed,
     check_schedules,
+    cost_of,
     drawn,
     planned_job,
     schedule_limits,
+    sizes_of,
 )
 from benchmark.engine.schedules import (
     DIAGONAL,
@@ -446,7 +448,7 @@ def _cost(
     if job.measured is None or served is None or args.stop_at_eos:
         return None
     bytes_per_step = float(streamed.pass_bytes * info.world_size)
-    return StreamedCost(offloading.cost_of(offloading.sizes_of(served), job.measured.rates, bytes_per_step))
+    return StreamedCost(cost_of(sizes_of(served), job.measured.rates, bytes_per_step))
 
 
 def _level(plan: schedules.DiagonalPlan | None, records: Sequence[StepRecord], cost: Cost | None) -> dict[str, Any]:

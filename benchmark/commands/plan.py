@@ -16,9 +16,17 @@ from typing import Any
 
 from benchmark import options
 from benchmark.cost import roofline, shapes
-from benchmark.cost.ceilings import MEASURED, Probe, describe
-from benchmark.cost.devices import DEVICES, RESERVED_BYTES, Capacity, DatasheetDevice, least_capacity, stored_as
-from benchmark.cost.roofline import BytesAndFlops, Pipeline, ServedModel, mean_context, pipeline
+from benchmark.cost.devices import (
+    DEVICES,
+    RESERVED_BYTES,
+    Capacity,
+    DatasheetDevice,
+    Probe,
+    describe,
+    least_capacity,
+    stored_as,
+)
+from benchmark.cost.roofline import MEASURED, BytesAndFlops, Pipeline, ServedModel, mean_context, pipeline
 from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepWork, measured_steps
 from benchmark.launch import free_host_bytes
 from benchmark.report.publishing import published

@@ -25,7 +25,7 @@ from benchmark.cost.devices import DEVICES
 from benchmark.cost.step_times import EFFICIENCY
 from benchmark.fleet import traffic
 from benchmark.fleet.capacity import REPLICAS, REQUESTS_PER_REPLICA, Run, Setting
-from benchmark.fleet.pools import (
+from benchmark.fleet.fleet import (
     Pool,
     ReplicaModel,
     add_fleet_arguments,

@@ -1,7 +1,7 @@
 """What a simulated run says: its figures, how they compare with a measured `serving` result, and the tables of both.
 
 Figures have `serving`'s names where it has them, so that a prediction can be held against a measurement. Arithmetic and
-text on what `fleet.simulate` has counted: nothing is simulated here, and nothing says why a prediction is off.
+text on what `fleet.Fleet` has counted: nothing is simulated here, and nothing says why a prediction is off.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from benchmark.__main__ import main
 from benchmark.commands import gpu
 from benchmark.commands.gpu import Report
 from benchmark.cost import shapes
-from benchmark.cost.devices import DEVICES
+from benchmark.cost.devices import DEVICES, Machine
 from benchmark.cost.roofline import Piece, ServedModel, ceiling_of
-from benchmark.seeds.limits import Machine
 
 H200 = DEVICES["h200"].dense_ceilings("bfloat16", 1)
 # What each command finds of a model that is as fast as it should be.

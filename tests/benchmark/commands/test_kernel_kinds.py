@@ -14,9 +14,9 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.commands import gpu
-from benchmark.cost.ceilings import Ceilings
+from benchmark.cost.devices import Machine
+from benchmark.cost.roofline import Ceilings
 from benchmark.seeds import documents, measurements
-from benchmark.seeds.limits import Machine
 from tests.benchmark.commands.test_reproduce import scale
 from tests.running import ROOT
 

@@ -21,8 +21,7 @@ from benchmark import launch
 from benchmark.__main__ import main
 from benchmark.commands import latency
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.roofline import ServedModel
+from benchmark.cost.roofline import Ceilings, ServedModel
 from benchmark.engine import shards
 from benchmark.engine.shards import FIRST_ID, STEPS, THROUGHPUT_STEPS, StepDriver, Times, random_prompts
 from benchmark.result import BenchError, SampleSummary

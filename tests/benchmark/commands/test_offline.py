@@ -17,8 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from benchmark.__main__ import main
 from benchmark.commands import offline
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.roofline import BytesAndFlops, ServedModel
+from benchmark.cost.roofline import BytesAndFlops, Ceilings, ServedModel
 from benchmark.engine.generation import Prompt, StepRecord, TimedShards, generate, load_tokenizer, read_prompts
 from benchmark.result import BenchError
 from router.scheduling.limits import Limits
@@ -101,7 +100,7 @@ def test_tokens_over_latency_is_throughput() -> None:
     assert (3, 6.0, 0.5) == (total["tokens"], total["latency_s"], total["tokens_per_second"])
     assert [1.0, 1.0, 2.0] == [row["floor_s"] for row in (prefill, decode, total)]
     assert 50.0 == decode["percent_of_limit"]
-    for row in (prefill, decode, total):  # of which a comparison takes its interval
+    for row in (prefill, decode, total):
         sampled = row["samples"]["tokens_per_second"]
         assert row["tokens_per_second"] == pytest.approx(sum(sampled) / len(sampled))
 

@@ -14,13 +14,13 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.commands import latency, reproduce
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.roofline import ServedModel
+from benchmark.cost import devices
+from benchmark.cost.devices import Machine
+from benchmark.cost.roofline import Ceilings, ServedModel
 from benchmark.cost.shapes import from_config
 from benchmark.report import pictures
 from benchmark.result import BenchError
-from benchmark.seeds import documents, limits, measurements, tables
-from benchmark.seeds.limits import Machine
+from benchmark.seeds import documents, measurements
 
 NAMES = ["flexgen-opt", "tgi-bloomz", "vllm-baichuan2-gptq", "vllm-chatglm3", "vllm-mistral-awq"]
 FIGURES = {"flexgen-opt": 8, "tgi-bloomz": 90, "vllm-baichuan2-gptq": 15, "vllm-chatglm3": 16, "vllm-mistral-awq": 32}
@@ -89,8 +89,8 @@ def test_times_and_rates_of_steps_fit_each_other() -> None:
 )
 def test_shares_of_the_documents_hardware(name: str, table: int, row: int, percents: dict[str, float]) -> None:
     seed = documents.find(name)
-    found = limits.document_percents(
-        seed, limits.of_document(seed, seed.tables[table].num_shard), seed.tables[table].rows[row]
+    found = measurements.document_percents(
+        seed, measurements.of_document(seed, seed.tables[table].num_shard), seed.tables[table].rows[row]
     )
     assert percents == {key: pytest.approx(found[key], abs=0.06) for key in percents}
 
@@ -107,8 +107,8 @@ def test_the_concurrency_of_a_row_by_hand() -> None:
 def test_a_document_s_limit_is_of_its_own_concurrency_too() -> None:
     """36.8 sequences on an A100: 11.95 GB are read 128 times with their keys at 1.555 TB/s, whatever steps do it."""
     seed = documents.find("vllm-chatglm3")
-    row, limit = seed.tables[0].rows[0], limits.of_document(seed, 1)
-    found = limits.document_percents(seed, limit, row)
+    row, limit = seed.tables[0].rows[0], measurements.of_document(seed, 1)
+    found = measurements.document_percents(seed, limit, row)
     sequences = 2733.53 * 0.01348  # of which ours are whole streams: 37
     decodes = 127 * sequences * (128 + 64)  # keys and values that are read or written, and those of the prompts
     seconds = (128 * 11.954e9 + (sequences * 128 + decodes) * 28_672) / 1.555e12
@@ -119,13 +119,13 @@ def test_a_document_s_limit_is_of_its_own_concurrency_too() -> None:
 def test_a_limit_is_of_the_answers_that_a_document_had() -> None:
     """527.28 token/s in 0.70 requests/s are answers of 753 tokens, where 2,048 were asked for."""
     seed = documents.find("vllm-mistral-awq")
-    (full, short), limit = (table.rows[-1] for table in seed.tables), limits.of_document(seed, 1)
+    (full, short), limit = (table.rows[-1] for table in seed.tables), measurements.of_document(seed, 1)
     assert (2048, 2048) == (full["output_length"], documents.answer_length(full))
     assert 753 == pytest.approx(documents.answer_length(short), abs=0.5)
-    found = limits.document_percents(seed, limit, short)
-    most = limit.tokens_per_second(limits.MOST_SEQUENCES, 2048, 753)
+    found = measurements.document_percents(seed, limit, short)
+    most = limit.tokens_per_second(measurements.MOST_SEQUENCES, 2048, 753)
     assert 100 * 527.28 / most == pytest.approx(found["throughput_percent"], rel=2e-3)
-    assert most > 1.2 * limit.tokens_per_second(limits.MOST_SEQUENCES, 2048, 2048)
+    assert most > 1.2 * limit.tokens_per_second(measurements.MOST_SEQUENCES, 2048, 2048)
     assert limit.output_token_ms(2048, 753) == pytest.approx(21.99 * found["latency_percent"] / 100, rel=2e-3)
     every = [(table.system[:4], row) for one in NAMES for table in documents.find(one).tables for row in table.rows]
     assert {"tgi "} == {
@@ -221,7 +221,7 @@ def test_a_load_that_no_document_names_reduces_nothing() -> None:
 def test_what_cannot_be_run_is_one_sentence(
     flags: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "machine_at_hand", lambda kind: GPU if kind == "cuda" else CPU)
+    monkeypatch.setattr(reproduce, "machine_at_hand", lambda kind: GPU if kind == "cuda" else CPU)
     assert 1 == main(["reproduce", *flags])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {problem}")
@@ -230,8 +230,8 @@ def test_what_cannot_be_run_is_one_sentence(
 def test_a_machine_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(BenchError, match="--device is cuda, and this machine shows no GPU: give cpu"):
-        limits._look("cuda")
-    found = limits._look("auto")
+        devices._look("cuda")
+    found = devices._look("auto")
     assert found.is_cpu and found.free_bytes > 2**20 and found.most_shards >= 1
 
 
@@ -241,21 +241,21 @@ def test_a_machine_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_too_little_memory_is_said_with_what_fits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "machine_at_hand", lambda kind: replace(CPU, free_bytes=10e9))
+    monkeypatch.setattr(reproduce, "machine_at_hand", lambda kind: replace(CPU, free_bytes=10e9))
     assert 1 == main(["reproduce", "tgi-bloomz"])
     said = capsys.readouterr().err
     pattern = r"needs 14\.1 GB for 30 layers and 3\.3 GB for keys and values of 6656 tokens, and 10\.0 GB are free"
     assert re.search(pattern, said)
     (fitting,) = re.findall(r"give --layers (\d+), which fits", said)
     seed, poor = documents.find("tgi-bloomz"), replace(CPU, free_bytes=10e9)
-    limits.require_room(seed, scale("tgi-bloomz", "--layers", fitting), poor, "bfloat16", 1)
+    measurements.require_room(seed, scale("tgi-bloomz", "--layers", fitting), poor, "bfloat16", 1)
     with pytest.raises(BenchError, match="which fits"):
-        limits.require_room(seed, scale("tgi-bloomz", "--layers", str(int(fitting) + 1)), poor, "bfloat16", 1)
+        measurements.require_room(seed, scale("tgi-bloomz", "--layers", str(int(fitting) + 1)), poor, "bfloat16", 1)
 
 
 def test_where_no_layer_fits_the_sizes_must_shrink() -> None:
     with pytest.raises(BenchError, match="give --quick, or smaller sizes"):
-        limits.require_room(
+        measurements.require_room(
             documents.find("tgi-bloomz"), scale("tgi-bloomz"), replace(CPU, free_bytes=1e9), "float16", 2
         )
 
@@ -317,8 +317,8 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     found = Fake()
-    monkeypatch.setattr(limits, "machine_at_hand", lambda kind: GPU if kind == "cuda" else CPU)
-    monkeypatch.setattr(limits, "ceilings_of", lambda *which: Ceilings(50e9, 1e12))
+    monkeypatch.setattr(reproduce, "machine_at_hand", lambda kind: GPU if kind == "cuda" else CPU)
+    monkeypatch.setattr(measurements, "ceilings_of", lambda *which: Ceilings(50e9, 1e12))
     monkeypatch.setattr(measurements.rows, "__defaults__", (found,))
     return found
 
@@ -347,13 +347,13 @@ def test_a_whole_run_has_the_documents_figure_beside_each_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(pictures, "DOTS_PER_INCH", 20)
+    monkeypatch.setattr(pictures, "wanted", lambda output: name in ("tgi-bloomz", "vllm-chatglm3"))
     assert 0 == main(["reproduce", name, "--output", str(tmp_path)])
     text = (tmp_path / "result.md").read_text()
     assert [] == [figure for figure in figures if figure not in text]
     assert " of " not in text.splitlines()[0]
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["reductions"] == []
-    assert name == "flexgen-opt" or list(tmp_path.glob("*.png"))
+    assert {"tgi-bloomz": 1, "vllm-chatglm3": 4}.get(name, 0) == len(list(tmp_path.glob("*.png")))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -380,9 +380,9 @@ def test_a_single_gpu_stands_beside_the_fewest_of_the_document(fake: Fake, tmp_p
 
 
 def test_short_answers_of_a_document_are_named() -> None:
-    (said,) = tables.short_answers(documents.find("vllm-mistral-awq"))
+    (said,) = reproduce.short_answers(documents.find("vllm-mistral-awq"))
     assert said.startswith("Answers of tgi v1.3.4 were short in 15 of 16 rows, with 14 % of their tokens at worst")
-    assert [] == tables.short_answers(documents.find("vllm-chatglm3"))
+    assert [] == reproduce.short_answers(documents.find("vllm-chatglm3"))
 
 
 def test_a_block_is_run_alone_as_in_the_document(fake: Fake, tmp_path: Path) -> None:
@@ -423,6 +423,6 @@ def test_a_command_leaves_its_result() -> None:
 def test_streams_that_do_not_fit_raise_no_limit() -> None:
     """As many sequences as the memory has keys and values for, and one at least."""
     shape = from_config({"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_head": 4, "n_layer": 2})
-    limit = limits.Limit(ServedModel(shape, "float16"), Ceilings(1e9, 1e12), 1e6)
+    limit = measurements.Limit(ServedModel(shape, "float16"), Ceilings(1e9, 1e12), 1e6)
     assert limit.tokens_per_second(10**6, 16, 16) == limit.tokens_per_second(10**7, 16, 16)
     assert limit.tokens_per_second(1, 16, 16) == replace(limit, free_bytes=0.0).tokens_per_second(9, 16, 16)

@@ -71,7 +71,7 @@ def test_a_row_from_two_requests() -> None:
     assert pytest.approx(1.5) == row["seconds"]  # 10.0 to 11.5
     assert pytest.approx(2 / 1.5) == row["requests_per_second"]
     assert pytest.approx(8 / 1.5) == row["output_tokens_per_second"]
-    for name in ("requests_per_second", "output_tokens_per_second"):  # of which a comparison takes its interval
+    for name in ("requests_per_second", "output_tokens_per_second"):
         assert pytest.approx(row[name]) == sum(row["samples"][name]) / len(row["samples"][name])
     assert (8, 8) == (row["output_tokens"], row["asked_tokens"])
     assert pytest.approx((80 + 100) / 2) == row["latency_per_token_ms"]

@@ -11,9 +11,8 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings, Probe, _large_product, describe, gpu_read_bytes
-from benchmark.cost.devices import DEVICES
-from benchmark.cost.roofline import BytesAndFlops, Piece, ServedModel, mean_context
+from benchmark.cost.devices import DEVICES, Probe, _large_product, describe, gpu_read_bytes
+from benchmark.cost.roofline import BytesAndFlops, Ceilings, Piece, ServedModel, mean_context
 from benchmark.cost.step_times import Roofline, StepWork
 from benchmark.engine import shards
 from benchmark.result import BenchError

@@ -17,12 +17,12 @@ from transformers import AutoConfig
 from benchmark.__main__ import main
 from benchmark.commands import offline as command
 from benchmark.cost.devices import DEVICES
-from benchmark.cost.offloading import Streamed, cost_of, percent, shares_of, sizes_of
 from benchmark.cost.roofline import Piece, ServedModel
 from benchmark.cost.shapes import from_config
 from benchmark.cost.step_times import StepWork
 from benchmark.engine import jobs, schedules
 from benchmark.engine.generation import Prompt, StepRecord, TimedShards, generate
+from benchmark.engine.jobs import Streamed, cost_of, percent, shares_of, sizes_of
 from benchmark.engine.schedules import (
     CONTINUOUS,
     DIAGONAL,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from benchmark.cost.step_times import Fixed
-from benchmark.fleet.fleet import Fleet
-from benchmark.fleet.pools import Conditions, Pool
+from benchmark.fleet.fleet import Conditions, Fleet, Pool
 from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import OpenLoop, Request
 from tests.router.doubles import make_limits

@@ -12,7 +12,7 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.cost.step_times import Fixed
 from benchmark.fleet import traffic
-from benchmark.fleet.pools import ReplicaModel, pools_of
+from benchmark.fleet.fleet import ReplicaModel, pools_of
 from benchmark.fleet.traffic import Request
 from tests.router.doubles import make_limits
 

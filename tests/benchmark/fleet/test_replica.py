@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from benchmark.cost.step_times import StepWork
-from benchmark.fleet.fleet import Fleet
-from benchmark.fleet.pools import Conditions, Pool
+from benchmark.fleet.fleet import Conditions, Fleet, Pool
 from benchmark.fleet.prediction import figures
 from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import ClosedLoop, OpenLoop, Request

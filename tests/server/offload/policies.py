@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.cost import shapes
-from benchmark.cost.offloading import percent, shares_of, sizes_of
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE
+from benchmark.engine.jobs import percent, shares_of, sizes_of
 from benchmark.engine.schedules import SCHEDULES
 from tests.running import ROOT
 

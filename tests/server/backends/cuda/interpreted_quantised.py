@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from benchmark.commands import kernels as kernels_command
 from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
-from benchmark.cost.ceilings import Ceilings
+from benchmark.cost.roofline import Ceilings
 from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.choice import MeasuredShare, Shares
 from server.backends.cuda.packing import pack, why_not_packed
