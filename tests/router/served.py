@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 
-from tests.router.doubles import EOS, fake_shards, make_limits
+from tests.router.doubles import EOS, fake_shards, make_limits, tasks_in_process
 from tests.router.site import Site, site
 
 END_OF_PROMPT = "\x01"
@@ -59,7 +59,7 @@ def replying(reply: Callable[[str], str]) -> dict[str, Any]:
 
 @contextmanager
 def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, **config: Any) -> Iterator[Served]:
-    """folder: for the template's file."""
+    """folder: for the template's file. Tasks aside are done in this process: another takes longer to start."""
     path = folder / "template.jinja"
     path.write_text(template)
     ready: Any = threading.Event()
@@ -75,12 +75,13 @@ def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, 
             await it.all_free()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert ready.wait(60)
-    it, loop, is_over = found
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{it.port}", timeout=60) as http:
-            yield Served(it, http)
-    finally:
-        loop.call_soon_threadsafe(is_over.set)
-        thread.join()
+    with tasks_in_process():
+        thread.start()
+        assert ready.wait(60)
+        it, loop, is_over = found
+        try:
+            with httpx2.Client(base_url=f"http://127.0.0.1:{it.port}", timeout=60) as http:
+                yield Served(it, http)
+        finally:
+            loop.call_soon_threadsafe(is_over.set)
+            thread.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -139,6 +139,18 @@ async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1
 def in_process(app: FastAPI) -> httpx2.AsyncClient:
     """Straight to the ASGI application, with headers that no client library would send."""
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test")
+
+
+@asynccontextmanager
+async def answering_site(
+    template: str, answer: str = "one two", limits: Mapping[str, int] | None = None, **config: Any
+) -> AsyncIterator[Site]:
+    """A site for chats whose shards give this answer. At its end no request has left anything behind."""
+    shards = fake_shards(make_limits(), **answering(answer))
+    async with site(shards, config={"chat_template": template, **config}, **(limits or {})) as it:
+        it.http.timeout = 60  # the first chat may wait for a process
+        yield it
+        await it.all_free()
 
 
 def events_in(text: str) -> list[dict[str, Any]]:

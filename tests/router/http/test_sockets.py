@@ -107,16 +107,13 @@ async def test_slow_answer_is_not_cut_off() -> None:
             assert (await it.post("/generate", max_new_tokens=4)).status_code == 200
 
 
-def test_silent_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        shards = fake_shards(make_limits(), step_delay_s=0.2)
-        async with site(shards) as it:
-            answer = await it.post("/generate_stream", max_new_tokens=2)
-            assert answer.text.count(": ping\n\n") >= 2
-            assert len(events_in(answer.text)) == 2
-
-    monkeypatch.setattr("router.http.event_stream.KEEP_ALIVE_S", 0.05)
-    asyncio.run(story())
+async def test_silent_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.responses.KEEP_ALIVE_S", 0.05)
+    shards = fake_shards(make_limits(), step_delay_s=0.2)
+    async with site(shards) as it:
+        answer = await it.post("/generate_stream", max_new_tokens=2)
+        assert answer.text.count(": ping\n\n") >= 2
+        assert len(events_in(answer.text)) == 2
 
 
 async def test_stream_and_plain_answer_have_the_same_text() -> None:

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from pydantic import ValidationError as SchemaError
 
-from router.apis.tgi.requests import GenerateRequest, prompt_request_of
+from router.apis.tgi.bodies import GenerateRequest, prompt_request_of
 from router.errors import MalformedBody, ValidationError
 from router.requests.schemas import GenerateParameters, parse
 from router.requests.validation import Validator, banned, check, check_streamable

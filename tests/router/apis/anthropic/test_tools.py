@@ -122,29 +122,3 @@ def test_the_model_sees_the_tools_and_the_results(site: Served) -> None:
     assert [call["id"] for call in calls] == [message["tool_call_id"] for message in told[2:]]
     counted = site.http.post(f"{URL}/count_tokens", json={**body, "max_tokens": None}).json()
     assert {"input_tokens": len(site.prompt) + 1} == counted
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "`tools.0` is of type web_search_20250305, and only tools of the client's own are served",
-        ),
-        ({"tools": [{"name": "f"}]}, "`tools.0.input_schema` must be a JSON schema of the type object"),
-        ({"tools": [{"input_schema": {}}]}, "`tools.0.name` must be a string"),
-        ({"tools": [{"name": "f", "input_schema": {}, "description": 5}]}, "`tools.0.description` must be a string"),
-        ({"tools": [{"name": "f g", "input_schema": {}}]}, "f g"),
-        ({"tools": [WEATHER, WEATHER]}, "two functions with the name weather"),
-        ({"tool_choice": {"type": "some"}}, "`tool_choice.type` is some: give auto, any, tool or none"),
-        ({"tool_choice": {"type": "tool"}}, "`tool_choice.name` must be a string"),
-        ({"tool_choice": {"type": "tool", "name": "other"}}, "`tool_choice` is other, which is neither"),
-        ({"tools": None, "tool_choice": {"type": "any"}}, "there are no `tools`"),
-        ({"tools": [{"name": "f", "input_schema": {}}] * 129}, "at most 128"),
-    ],
-)
-def test_what_is_wrong_with_tools_is_refused(site: Served, changes: dict[str, Any], sentence: str) -> None:
-    for path in (URL, f"{URL}/count_tokens"):
-        answer = site.http.post(path, json={**BODY, **changes})
-        assert (400, "invalid_request_error") == (answer.status_code, answer.json()["error"]["type"])
-        assert sentence in answer.json()["error"]["message"]

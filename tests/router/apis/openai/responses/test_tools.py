@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.apis.openai.responses.answers import TOOL
+from router.apis.openai.responses.routes import TOOL
 from tests.router.apis.anthropic.test_tools import reply
 from tests.router.apis.openai.responses.test_routes import URL, events_of, message, without_id
 from tests.router.served import Served, served
@@ -110,32 +110,3 @@ def test_the_model_sees_the_functions_and_the_results(site: Served) -> None:
     assert [message("It rains.")] == without_ids(second["output"])
     told = json.loads(site.prompt[site.prompt.index("][") + 1 :])
     assert ["user", "assistant", "tool", "tool"] == [one["role"] for one in told]
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "`tools.0` is of type web_search, and only functions are served"),
-        ({"tools": [{"name": "f"}]}, "`tools.0` is of type None"),
-        ({"tools": [{"type": "function"}]}, "`tools.0.name` must be a string"),
-        ({"tools": [{**WEATHER, "description": 5}]}, "`tools.0.description` must be a string"),
-        ({"tools": [{**WEATHER, "parameters": []}]}, "`tools.0.parameters` must be a JSON schema"),
-        ({"tools": [WEATHER, WEATHER]}, "two functions with the name weather"),
-        ({"tool_choice": "some"}, "`tool_choice` is some: give auto, none, required, or one function by its name"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "needs a `mode`, auto or required, and a list"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}}, "needs a `mode`, auto or required"),
-        (
-            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "other"}]}},
-            "`tool_choice` allows other, which is not among `tools`",
-        ),
-        ({"tool_choice": {"type": "web_search"}}, "`tool_choice` is web_search"),
-        ({"tool_choice": {"type": "function"}}, "`tool_choice.name` must be a string"),
-        ({"tool_choice": {"type": "function", "name": "other"}}, "`tool_choice` is other, which is neither"),
-        ({"tools": None, "tool_choice": "required"}, "there are no `tools`"),
-    ],
-)
-def test_what_is_wrong_with_tools_is_refused(site: Served, changes: dict[str, Any], sentence: str) -> None:
-    for path in (URL, f"{URL}/input_tokens"):
-        answer = site.http.post(path, json={**BODY, **changes})
-        assert (400, "validation") == (answer.status_code, answer.json()["error_type"])
-        assert sentence in answer.json()["error"]["message"]

@@ -12,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import ValidationError
-from router.requests.schemas import MOST_NESTING, MOST_VALUES, refuse_excess, refuse_excess_within
-from router.text.json_values import is_nested_deeper, num_values
+from router.requests.schemas import (
+    MOST_NESTING,
+    MOST_VALUES,
+    is_nested_deeper,
+    num_values,
+    refuse_excess,
+    refuse_excess_within,
+)
 from tests.router.served import Served, served
 
 json_values = st.recursive(

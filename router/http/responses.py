@@ -1,8 +1,15 @@
-"""A response of server-sent events that is written to the connection itself, past ASGI, and never waits for the client.
+"""Responses that never wait for the client: JSON at once, files from memory, and streams of server-sent events.
 
-A stream's status line is sent only once its first event is there, so that a refusal has its real status. A client that
-does not read is cut off once too much waits for it; a stream that is silent for long gets a sign of life, because
-proxies close silent connections.
+JSON counts as unread from when it is there: behind an earlier answer that its client does not read, it waits beside the
+transport, which alone would not know of it.
+
+Sending a file from disk would hold a descriptor and a thread's time for each client, and would answer ranges that no
+browser asks of a script. Sending it whole would count as unread in full; so it goes in pieces, each when the client has
+taken those before it. They are views: however many clients leave them unread, the file is there once.
+
+A stream is written to the connection itself, past ASGI. Its status line is sent only once its first event is there, so
+that a refusal has its real status. A client that does not read is cut off once too much waits for it; a stream that is
+silent for long gets a sign of life, because proxies close silent connections.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from orjson import dumps
 from starlette.responses import Response
@@ -21,6 +28,37 @@ from router.http.guard import ClientConnection, ClientGone
 from router.requests.continuing import NOTHING, Journal, Prepare
 from router.requests.generation import OpenRequest
 from router.scheduling.request import Event
+
+
+class PlainAnswer(Response):
+    """JSON that is ready."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(bytes(memoryview(content)), headers=headers)  # orjson's own bytes take eight times their size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with ClientConnection.of(scope).coming(len(self.body)):
+            await super().__call__(scope, receive, send)
+
+
+PIECE_BYTES = 16 * 1024
+
+
+class StaticFile(Response):
+    """The whole content, in pieces."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        content = memoryview(self.body)
+        for begin in range(0, len(content), PIECE_BYTES):
+            piece = content[begin : begin + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
 
 PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the stream lives
 # Proxies cut connections that are silent for a minute or less.
@@ -39,6 +77,11 @@ class Frames(Protocol):
 def frame(event: Mapping[str, object]) -> bytes:
     """One server-sent event. JSON has no raw newline, so one event is always one line."""
     return b"data: " + dumps(event) + b"\n\n"
+
+
+def named_frame(event: Mapping[str, Any]) -> bytes:
+    """The same, named after its type."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dumps(event))
 
 
 async def first_events(opened: OpenRequest) -> list[tuple[int, list[Event]]]:

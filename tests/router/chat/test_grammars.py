@@ -10,16 +10,15 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from router.chat.answer_grammar import schema_of
 from router.chat.formats import REASONING
+from router.chat.grammars import schema_of
 from router.chat.pieces import whole
 from router.chat.reader import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
 from router.requests.grammars import answer_grammar_of, renaming_errors
-from router.requests.prompt import PromptRequest
-from router.requests.schemas import GenerateParameters, GrammarParameters
+from router.requests.schemas import GenerateParameters, GrammarParameters, PromptRequest
 from router.scheduling.grammar import Grammar, GrammarKind
 from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer

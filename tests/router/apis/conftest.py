@@ -1,4 +1,4 @@
-"""What the tests of OpenAI's routes share."""
+"""What the tests of routes share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tests.router.doubles import tasks_in_process
 @pytest.fixture(autouse=True)
 def no_process_aside(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tasks aside are done in this process, but for tests with the marker `aside`: another takes longer to start."""
-    outlives_its_test = "responses" in request.path.parts  # its server, which is one for a module
-    if outlives_its_test or request.node.get_closest_marker("aside"):
+    if request.node.get_closest_marker("aside"):
         yield
         return
     with tasks_in_process():

@@ -1,7 +1,7 @@
-"""The shapes of TGI's own routes: JSON bodies and response headers.
+"""The shapes of TGI's own routes: bodies of requests and answers, and response headers.
 
 The API's document is generated from the same shapes; nothing checks answers while the server runs. Left out: events of
-streams (`streams.py`).
+streams (`routes.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,40 @@ from orjson import dumps
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from router.apis.tgi.requests import GenerateRequest
-from router.requests.generation import OpenRequest
-from router.requests.samples import Answer, likeliest_first, one_per_prompt
-from router.requests.schemas import GenerateParameters
+from router.requests.generation import Answer, OpenRequest, likeliest_first, one_per_prompt
+from router.requests.schemas import GenerateParameters, PromptRequest, Strict, Unserved
 from router.scheduling.request import Finished, Token
 from router.text.generated import FinishReason
+
+
+class GenerateRequest(Strict):
+    """The body of `/generate`, `/generate_stream`, `/` and `/tokenize`."""
+
+    inputs: str = Field(description="The prompt.")
+    parameters: GenerateParameters | None = None
+    stream: bool | None = Field(default=None, description="On `/` alone: answer with server-sent events.")
+    prompt_embeds: Unserved = None
+    input_embeds: Unserved = None
+
+    @property
+    def given(self) -> GenerateParameters:
+        """The parameters; an absent object means what an empty one does."""
+        return self.parameters or GenerateParameters()
+
+
+class DetokenizeRequest(Strict):
+    """The body of `/detokenize`."""
+
+    ids: Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)] = Field(
+        description="Token ids, at most `max_total_tokens`."
+    )
+    skip_special_tokens: bool | None = Field(default=None, description="Leave special tokens out. Absent: true.")
+
+
+def prompt_request_of(request: GenerateRequest) -> PromptRequest:
+    """What a body asks for."""
+    return PromptRequest(request.inputs, request.given)
+
 
 # What `response_headers` gives, for pages of other origins to read.
 COUNT_HEADERS = (
