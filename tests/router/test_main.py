@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -21,6 +20,8 @@ import pytest
 
 from router.config import RouterConfig
 from router.shards.client import CHANNEL_OPTIONS
+from router.telemetry.tracing import make_tracer
+from router.text.tokenizer import ModelTokenizer
 from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
 from tests.router.doubles import byte_tokenizer
 from tests.router.fake_shards import FakeShardedClient
@@ -111,7 +112,7 @@ async def generating(http: httpx2.AsyncClient) -> None:
 
 
 async def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path) -> None:
-    async with router(tmp_path) as it, client(it) as http:
+    async with router(tmp_path, log_level="debug") as it, client(it) as http:
         await asyncio.sleep(0.5)
         try:
             await http.get("/health")
@@ -134,32 +135,12 @@ async def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path:
     ended = [record for record in it.records if record["message"].startswith("request ended")]
     assert [record["reason"] for record in ended] == ["unavailable", "length"]
     assert all({"timestamp", "level", "target", "message"} <= record.keys() for record in it.records)
+    for beginning in ("waiting for", "model ", "ready at", "step planned"):
+        assert any(record["message"].startswith(beginning) for record in it.records)
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        ("error", ["ready at"]),
-        ("debug", ["waiting for", "model ", "ready at", "step planned", "request ended: length"]),
-    ],
-)
-async def test_log_level_chooses_records_and_the_launcher_always_learns_of_readiness(
-    tmp_path: Path, level: str, expected: list[str]
-) -> None:
-    async with shard(tmp_path), router(tmp_path, log_level=level) as it:
-        await it.record(event="ready")
-        async with client(it) as http:
-            assert (await http.post("/generate", json=body(1))).status_code == 200
-        it.process.send_signal(signal.SIGTERM)
-        assert await it.exit_status() == 0
-    messages = [record["message"] for record in it.records if "is_silent" not in record]
-    for beginning in expected:
-        assert any(message.startswith(beginning) for message in messages)
-    assert level == "debug" or len(expected) == len(messages)
-
-
-async def test_second_signal_aborts(tmp_path: Path) -> None:
-    async with shard(tmp_path, step_delay_s=0.2), router(tmp_path) as it:
+async def test_second_signal_aborts_and_the_launcher_learns_of_it_at_every_log_level(tmp_path: Path) -> None:
+    async with shard(tmp_path, step_delay_s=0.2), router(tmp_path, log_level="error") as it:
         await it.record(event="ready")
         async with client(it) as http:
             running = asyncio.create_task(http.post("/generate", json=body(500)))
@@ -169,6 +150,7 @@ async def test_second_signal_aborts(tmp_path: Path) -> None:
             it.process.send_signal(signal.SIGINT)
             assert await it.exit_status() == 1
             assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], httpx2.TransportError)
+    assert all({"event", "is_silent"} & record.keys() or record["level"] == "ERROR" for record in it.records)
 
 
 async def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
@@ -191,18 +173,23 @@ async def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None
         assert it.records[-1]["message"].startswith("shard 0: ")
 
 
-async def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path) -> None:
-    async with shard(tmp_path):
-        cases: list[tuple[dict[str, Any], str]] = [
-            ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
-            ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
-            ({"model_path": "/nowhere"}, "/nowhere has no tokenizer.json"),
-        ]
-        if importlib.util.find_spec("opentelemetry.sdk") is None:
-            cases.append(({"otlp_endpoint": "http://127.0.0.1:1"}, "pip install --editable '.[otel]'"))
-        for fields, sentence in cases:
-            async with router(tmp_path, **fields) as it:
-                assert await it.exit_status() == 1
-            critical = [record for record in it.records if record["level"] == "CRITICAL"]
-            assert len(critical) == 1
-            assert sentence in critical[0]["message"]
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
+        ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
+    ],
+)
+async def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
+    async with shard(tmp_path), router(tmp_path, **fields) as it:
+        assert await it.exit_status() == 1
+    [critical] = [record for record in it.records if record["level"] == "CRITICAL"]
+    assert sentence in critical["message"]
+
+
+def test_what_is_not_there_is_found_at_the_start_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"/nowhere has no tokenizer\.json"):
+        ModelTokenizer.load("/nowhere", None, None)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ValueError, match=r"pip install --editable '\.\[otel\]'"):
+        make_tracer("http://127.0.0.1:1", "lockstep")
