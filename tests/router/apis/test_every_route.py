@@ -83,8 +83,10 @@ async def test_silence_and_deadlines_are_told_in_each_api_s_words(
             event = json.loads(frames[-1].partition("data: ")[2])
             assert ('event: ping\ndata: {"type":"ping"}' if path == "/v1/messages" else ": ping") in frames
             if path == "/v1/responses":
-                assert "event: error\n" in text
+                error = json.loads(frames[-2].partition("data: ")[2])
+                assert ("error", "server_error", "timeout") == (error["type"], error["code"], error["error_type"])
                 assert ("response.failed", "failed") == (event["type"], event["response"]["status"])
+                assert {"code": "server_error", "message": error["message"]} == event["response"]["error"]
             else:
                 assert "timeout" == event["error_type"]
             if path == "/v1/messages":

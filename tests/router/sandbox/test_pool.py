@@ -169,7 +169,7 @@ async def test_a_child_that_somebody_stops_is_replaced_at_once() -> None:
 
 async def test_a_fork_server_that_somebody_stops_or_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.sandbox.pool.FORK_S", 1.0)
-    async with sandbox() as pool:
+    async with sandbox(seconds=0.3) as pool:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             fork_server, child = processes(pool)
             os.kill(fork_server, number)

@@ -4,54 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.router.doubles import fake_shards, make_limits
-from tests.router.served import Served, served
-from tests.router.site import PROMPT, answering, site
+from tests.router.served import LAST_ALONE, Served, one_two, served
+from tests.router.site import PROMPT
 
 URL = "/v1/messages"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 20}
-TELLING = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}"
-    "{{ enable_thinking | default('') }}{{ add_generation_prompt }}\x01"
-)
-PLAIN = "{{ messages[-1]['content'] }}\x01"
-
-
-def one_two(_: str) -> str:
-    return "one two"
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Its prompt is the last message alone."""
-    with served(tmp_path_factory.mktemp("plain"), one_two, PLAIN) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Its prompt shows all messages."""
-    with served(tmp_path_factory.mktemp("telling"), one_two, TELLING) as it:
-        yield it
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Wants a key, lets pages of one origin in, and takes short bodies alone."""
     settings: dict[str, Any] = {"api_key": "secret", "cors_allow_origin": ("https://a.page",), "payload_limit": 2000}
-    with served(tmp_path_factory.mktemp("guarded"), one_two, PLAIN, **settings) as it:
+    with served(tmp_path_factory.mktemp("guarded"), one_two, LAST_ALONE, **settings) as it:
         yield it
-
-
-def template_in(folder: Path, text: str = "{{ messages[-1]['content'] }}") -> str:
-    path = folder / "template.jinja"
-    path.write_text(text)
-    return str(path)
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -238,16 +207,6 @@ def test_errors_of_http_have_anthropic_s_shape(guarded: Served) -> None:
             answer.json()["error"]["type"],
         )
     del guarded.http.headers["x-api-key"]
-
-
-async def test_an_error_after_the_first_token_is_an_event(tmp_path: Path) -> None:
-    shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
-    async with site(shards, config={"chat_template": template_in(tmp_path)}) as it:
-        it.http.timeout = 60
-        events = events_of((await it.http.post(URL, json={**BODY, "stream": True})).text)
-        assert ["message_start", "content_block_start"] == [event["type"] for event in events[:2]]
-        assert ("error", "generation") == (events[-1]["type"], events[-1]["error_type"])
-        assert "api_error" == events[-1]["error"]["type"] and "generation" in events[-1]["error"]["message"]
 
 
 def test_a_page_of_an_allowed_origin_may_send_what_anthropic_s_client_sends(guarded: Served) -> None:

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.router.apis.anthropic.test_routes import PLAIN, TELLING, template_in
-from tests.router.doubles import fake_shards, make_limits
-from tests.router.served import Served, served
-from tests.router.site import PROMPT, answering, site
+from tests.router.served import Served
+from tests.router.site import PROMPT
 
 URL = "/v1/responses"
 BODY: dict[str, Any] = {"input": PROMPT, "temperature": 0}
 LOGPROBS = ["message.output_text.logprobs"]
 TOOL = {"type": "function", "name": "f"}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Its prompt is the last message alone."""
-    with served(tmp_path_factory.mktemp("plain"), lambda _: "one two", PLAIN) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Its prompt shows all messages."""
-    with served(tmp_path_factory.mktemp("telling"), lambda _: "one two", TELLING) as it:
-        yield it
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -235,15 +215,3 @@ def test_nothing_is_stored(plain: Served) -> None:
         assert (404, "not_found") == (answer.status_code, answer.json()["error_type"])
         assert "responses are not stored here" in answer.json()["error"]["message"]
     assert 405 == plain.http.get(URL).status_code
-
-
-async def test_an_error_after_the_first_token_is_told_as_openai_tells_it(tmp_path: Path) -> None:
-    shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
-    async with site(shards, config={"chat_template": template_in(tmp_path)}) as it:
-        it.http.timeout = 60
-        events = events_of((await it.http.post(URL, json={**BODY, "stream": True})).text)
-        assert "response.created" == events[0]["type"]
-        error, failed = events[-2:]
-        assert ("error", "server_error", "generation") == (error["type"], error["code"], error["error_type"])
-        assert ("response.failed", "failed") == (failed["type"], failed["response"]["status"])
-        assert {"code": "server_error", "message": error["message"]} == failed["response"]["error"]
