@@ -20,8 +20,6 @@ import pytest
 
 from router.config import RouterConfig
 from router.shards.client import CHANNEL_OPTIONS
-from router.telemetry.tracing import make_tracer
-from router.text.tokenizer import ModelTokenizer
 from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
 from tests.router.doubles import byte_tokenizer
 from tests.router.fake_shards import FakeShardedClient
@@ -186,11 +184,3 @@ async def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path, fields: d
         assert await it.exit_status() == 1
     [critical] = [record for record in it.records if record["level"] == "CRITICAL"]
     assert sentence in critical["message"]
-
-
-def test_what_is_not_there_is_found_at_the_start_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"/nowhere has no tokenizer\.json"):
-        ModelTokenizer.load("/nowhere", None, None)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ValueError, match=r"pip install --editable '\.\[otel\]'"):
-        make_tracer("http://127.0.0.1:1", "lockstep")

@@ -89,6 +89,7 @@ async def test_silence_and_deadlines_are_told_in_each_api_s_words(
                 assert {"code": "server_error", "message": error["message"]} == event["response"]["error"]
             else:
                 assert "timeout" == event["error_type"]
+            assert ("completions" in path) == text.endswith("data: [DONE]\n\n")
             if path == "/v1/messages":
                 assert ("error", "timeout_error") == (event["type"], event["error"]["type"])
             await it.all_free()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from router.apis.anthropic.answers import error_body
+from router.errors import GenerationError
 from tests.router.served import LAST_ALONE, Served, one_two, served
 from tests.router.site import PROMPT
 
@@ -207,6 +209,10 @@ def test_errors_of_http_have_anthropic_s_shape(guarded: Served) -> None:
             answer.json()["error"]["type"],
         )
     del guarded.http.headers["x-api-key"]
+    assert ("api_error", "generation") == (
+        (failed := error_body(GenerationError("x")))["error"]["type"],
+        failed["error_type"],
+    )
 
 
 def test_a_page_of_an_allowed_origin_may_send_what_anthropic_s_client_sends(guarded: Served) -> None:

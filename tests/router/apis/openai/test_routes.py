@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.doubles import fake_shards, make_limits
-from tests.router.site import PROMPT, answering, answering_site, events_in, site
+from tests.router.site import PROMPT, answering_site, events_in
 
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
@@ -178,15 +177,6 @@ async def test_a_key_that_is_missing_is_refused_in_openai_s_shape(template: str)
         assert (401, "invalid_api_key") == (refused.status_code, refused.json()["error"]["code"])
         allowed = await it.http.post("/v1/completions", json=COMPLETION, headers={"authorization": "Bearer secret"})
         assert 200 == allowed.status_code
-
-
-async def test_an_error_after_the_first_token_is_an_event_with_done_behind_it(template: str) -> None:
-    shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
-    async with site(shards, config={"chat_template": template}) as it:
-        answer = await it.http.post("/v1/completions", json={**COMPLETION, "stream": True})
-        chunks = chunks_of(answer.text)
-        assert "one"[: len(text_of(chunks[:-1]))] == text_of(chunks[:-1])
-        assert ("server_error", "generation") == (chunks[-1]["error"]["type"], chunks[-1]["error_type"])
 
 
 async def test_the_same_seed_gives_the_same_answers(template: str) -> None:
