@@ -79,7 +79,7 @@ def add_post(
         event = {"type": "object", "required": ["data"], "properties": {"data": data}}
         good["content"] = {"text/event-stream": {"itemSchema": event}}
     statuses = [status for status in ERROR_STATUSES if status != 422 or errors is ErrorResponse]
-    responses: dict[int | str, Json] = {200: good, **{status: {"model": errors} for status in statuses}}
+    responses: dict[int | str, Json] = {200: good, **{status: _in_json(errors) for status in statuses}}
     extra = {"requestBody": {"required": True, "content": content}, "parameters": [DEADLINE]}
     added = app.post(path, summary=summary, response_class=Response, responses=responses, openapi_extra=extra)
     added(handler)
@@ -141,5 +141,9 @@ def _error(path: str) -> Json:
     shape: type = ErrorAnswer if path.startswith("/v1/") else ErrorResponse
     if path.startswith(ANTHROPIC):
         shape = MessageError
-    schema = {"$ref": f"#/components/schemas/{shape.__name__}"}
-    return {"description": "Refused before a route has seen it", "content": {"application/json": {"schema": schema}}}
+    return {"description": "Refused before a route has seen it", **_in_json(shape)}
+
+
+def _in_json(shape: type) -> Json:
+    """By reference: the framework would make schemas of a model for each status of each route, which takes long."""
+    return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape.__name__}"}}}}

@@ -105,7 +105,7 @@ def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, 
         assert ready.wait(60)
         it, loop, is_over = found
         try:
-            with httpx2.Client(base_url=f"http://127.0.0.1:{it.port}", timeout=60) as http:
+            with httpx2.Client(base_url=f"http://127.0.0.1:{it.port}", timeout=60, verify=False) as http:
                 yield Served(it, http)
         finally:
             loop.call_soon_threadsafe(is_over.set)
