@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from server.backends.cpu.limits import memory_left
+from host.cgroups import available_bytes
+from host.cpu_kinds import good_dtypes
 from server.backends.device import HostCopies, bytes_of_slots, map_pages
 
 # Memory kept back, because the estimate of what is free cannot see the other programs' next moves.
@@ -31,13 +31,7 @@ class CpuDevice:
         """All threads have it."""
 
     def good_dtypes(self) -> set[torch.dtype]:
-        flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
-        good = {torch.float32}
-        if "avx512_bf16" in flags or "amx_bf16" in flags or " bf16" in flags:
-            good.add(torch.bfloat16)
-        if "avx512_fp16" in flags or "amx_fp16" in flags:
-            good.add(torch.float16)
-        return good
+        return {getattr(torch, name) for name in good_dtypes()}
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -68,10 +62,10 @@ class CpuDevice:
         return MemoryCopies(parts, memory, slots)
 
     def free_bytes(self, *, fraction: float, world_size: int) -> int:
-        return int(_available_bytes() * (1 - HEADROOM)) // world_size
+        return int(available_bytes() * (1 - HEADROOM)) // world_size
 
     def left_bytes(self, *, fraction: float, world_size: int, kv_bytes: int) -> int:
-        return max(0, _available_bytes() // world_size - kv_bytes)  # the cache's pages are still to be touched
+        return max(0, available_bytes() // world_size - kv_bytes)  # the cache's pages are still to be touched
 
     def peak_bytes(self, step: Callable[[], object]) -> int:
         step()
@@ -104,11 +98,3 @@ class MemoryCopies(HostCopies):
 
     def close(self) -> None:
         """The device knows nothing of it."""
-
-
-def _available_bytes() -> int:
-    """What the kernel says is available, or less if a cgroup (a container) allows less."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    allowed = memory_left()
-    return available if allowed is None else min(available, allowed)
