@@ -22,8 +22,6 @@ def resolve_model(
 ) -> hub.ResolvedModel:
     """The folders of the model that the settings name, downloaded and converted if need be. Raises Refusal."""
     values = settings.values
-    if values["trust_remote_code"]:
-        log.warn("--trust-remote-code is not needed: code from a model repository is never run")
     is_null = settings.is_null_model
     try:
         return hub.resolve(
