@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from launch.compatibility import tgi
+from launch.compatibility import peers, tgi
 from launch.config import GROUPS, REMOVED
 from launch.errors import Refusal
 from launch.logs import printable
@@ -44,8 +44,9 @@ def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
     """One option per setting, all taken as text: values are checked together later, with those of the environment."""
     about = "Serve a language model over HTTP. Each option may also be given by the environment variable in brackets."
     usage = (
-        "lockstep [options]\n       lockstep watermark [options] FILE\n       lockstep quantize [options] MODEL\n"
-        "       lockstep batch --input FILE --output FILE [options]\n       lockstep tls FOLDER"
+        "lockstep [options]\n       lockstep check -- [options]\n       lockstep watermark [options] FILE\n"
+        "       lockstep quantize [options] MODEL\n       lockstep batch --input FILE --output FILE [options]\n"
+        "       lockstep tls FOLDER"
     )
     parser = Parser(prog="lockstep", usage=usage, description=about, epilog=EXIT_CODES, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and leave")
@@ -144,6 +145,8 @@ def _remedy(name: str, known: Sequence[str], parser: argparse.ArgumentParser) ->
         return f" of {parser.prog}: give it to the server, behind --"
     if flag(name[2:]) in of_a_launch:
         return f" of {parser.prog}, only of lockstep itself: see {parser.prog} --help"
+    if "--model-id" in known and (of_a_peer := peers.remedy(name)):
+        return f": {of_a_peer}"
     nearest = difflib.get_close_matches(name, known, n=1)
     return f": did you mean {nearest[0]}?" if nearest else f": see {parser.prog} --help"
 

@@ -82,16 +82,16 @@ SETTINGS: Mapping[str, TgiSetting] = {
     setting.name: setting
     for setting in (
         *_taken(
-            "revision validation_workers sharded max_concurrent_requests max_best_of max_stop_sequences "
-            "max_waiting_tokens max_batch_size port shard_uds_path master_addr master_port huggingface_hub_cache "
-            "weights_cache_override disable_custom_kernels cuda_memory_fraction rope_scaling rope_factor json_output "
-            "otlp_service_name api_key watermark_gamma watermark_delta tokenizer_config_path disable_grammar_support "
-            "max_client_batch_size payload_limit graceful_termination_timeout"
+            "revision validation_workers sharded num_shard quantize max_concurrent_requests max_best_of "
+            "max_stop_sequences max_waiting_tokens max_batch_size port shard_uds_path master_addr master_port "
+            "huggingface_hub_cache weights_cache_override disable_custom_kernels cuda_memory_fraction rope_scaling "
+            "rope_factor json_output otlp_endpoint otlp_service_name api_key watermark_gamma watermark_delta "
+            "tokenizer_config_path disable_grammar_support max_client_batch_size payload_limit "
+            "graceful_termination_timeout"
         ),
         TgiSetting("env", has_variable=False),
         # Taken, with a default or a meaning of its own.
         TgiSetting("model_id", default="bigscience/bloom-560m"),
-        TgiSetting("num_shard", reason="a model is split over 1, 2, 4 or 8"),
         TgiSetting("hostname", default="0.0.0.0", has_variable=False),
         TgiSetting("max_input_tokens", default="max_total_tokens - 1"),
         TgiSetting("max_input_length", default="max_total_tokens - 1"),
@@ -103,10 +103,8 @@ SETTINGS: Mapping[str, TgiSetting] = {
         TgiSetting("cors_allow_origin", default="any"),
         TgiSetting("enable_prefill_logprobs", default="false"),
         TgiSetting("dtype", default="float16"),
-        TgiSetting("quantize", reason="exl2 and marlin are refused; a quantised checkpoint needs none"),
-        TgiSetting("kv_cache_dtype", values={"fp8_e4m3fn": "fp8_e4m3"}, reason="fp8_e4m3fn is fp8_e4m3"),
+        TgiSetting("kv_cache_dtype", values={"fp8_e4m3fn": "fp8_e4m3"}),
         TgiSetting("cuda_graphs", default="1,2,4,8,16,32"),
-        TgiSetting("otlp_endpoint", reason="needs the extra otel"),
         # Without a meaning here.
         _idle("trust_remote_code", "code from a model repository is never run", when=_unless_false, is_switch=True),
         _idle("speculate", "there is no speculative decoding; tokens are the same without it", when=_unless_false),
