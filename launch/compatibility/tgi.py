@@ -120,8 +120,10 @@ SETTINGS: Mapping[str, TgiSetting] = {
         _idle("HOSTNAME", "it is the machine's name in shells and containers: set LOCKSTEP_HOSTNAME", when=_if_address),
         _idle("LOG_LEVEL", "other programs read it: set LOCKSTEP_LOG_LEVEL to debug, info, warn or error"),
         _idle("LOG_COLORIZE", "logs have colours on a terminal: set NO_COLOR=1 for none"),
-        _idle("ATTENTION", "each device has one: DISABLE_CUSTOM_KERNELS=true takes torch's own operators"),
-        _idle("USE_FLASH_ATTENTION", "every model is paged: DISABLE_CUSTOM_KERNELS=true takes torch's own operators"),
+        _idle("ATTENTION", "each device has its own: DISABLE_CUSTOM_KERNELS=true takes torch's own operators"),
+        _idle(
+            "USE_FLASH_ATTENTION", "each device has its own: DISABLE_CUSTOM_KERNELS=true takes torch's own operators"
+        ),
         _idle("PREFIX_CACHING", "prefixes are cached: DISABLE_PREFIX_CACHING=true turns that off"),
         _idle("PREFILL_CHUNKING", "long prompts are computed in chunks: PREFILL_CHUNK sets their size"),
         _idle("TGI_WIGGLE_ROOM", "free memory is measured: CUDA_MEMORY_FRACTION leaves some to other programs"),
