@@ -38,6 +38,7 @@ SHOWN = (
 )
 DERIVED = ("max_input_length", "max_total_tokens", "max_batch_total_tokens")  # from the model, where not given
 WIDTH = 120  # columns at most
+MOST_VALUE = 26  # of them for a value; a longer one, such as a model's path, stands out of line
 
 
 @dataclass
@@ -95,10 +96,12 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[
 
 
 def inside(container: docker.Container) -> tuple[list[str], Mapping[str, str]]:
-    """What the program in a container is given, as if it ran here, with the mounted folders where they are here."""
+    """What the program in a container is given, as if it ran here, with the host's port and folders."""
     environ = {name: container.on_host(value) for name, value in container.variables.items()}
     if "/data" in container.mounts:  # where TGI's image has its downloads
         environ.setdefault("HUGGINGFACE_HUB_CACHE", container.on_host("/data/hub"))
+    if container.port:
+        environ["PORT"] = container.port
     return [container.on_host(word) for word in container.arguments], {"LOCKSTEP_HOSTNAME": "0.0.0.0", **environ}
 
 
@@ -307,7 +310,7 @@ def _item(sentence: str, width: int) -> str:
 
 def _aligned(rows: Iterable[tuple[str, str, str]], width: int) -> str:
     rows = list(rows)
-    columns = [max((len(row[column]) for row in rows if len(row[column]) <= 40), default=0) for column in (0, 1)]
+    columns = [max(len(r[column]) for r in rows if len(r[column]) <= MOST_VALUE) for column in (0, 1)]
     return "\n".join(_wrapped(f"{n:<{columns[0]}}  {v:<{columns[1]}}  ", reason, width) for n, v, reason in rows)
 
 

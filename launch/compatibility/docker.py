@@ -17,11 +17,12 @@ SHORT_SWITCHES = re.compile(r"-[ditPq]+")
 
 @dataclass(frozen=True)
 class Container:
-    """The image, what follows its name, the variables, and the host's path of each mounted one."""
+    """The image, what follows its name, the variables, the host's port, and the host's path of each mounted folder."""
 
     image: str
     arguments: Sequence[str]
     variables: Mapping[str, str]
+    port: str | None = None  # None: no port is published
     mounts: Mapping[str, str] = field(default_factory=dict)
 
     def on_host(self, text: str) -> str:
@@ -39,7 +40,7 @@ def read_run(words: Sequence[str], environ: Mapping[str, str]) -> Container | No
     """
     if len(words) < 2 or words[0] not in ENGINES or words[1] != "run":
         return None
-    rest, given, mounts = list(words[2:]), {}, {}
+    rest, given, mounts, port = list(words[2:]), {}, {}, None
     while rest and rest[0].startswith("-"):
         option, is_joined, value = rest.pop(0).partition("=")
         if not is_joined and option not in SWITCHES and not SHORT_SWITCHES.fullmatch(option):
@@ -47,9 +48,11 @@ def read_run(words: Sequence[str], environ: Mapping[str, str]) -> Container | No
         if option in ("-e", "--env"):
             name, has_value, text = value.partition("=")
             given[name] = text if has_value else environ.get(name, "")
+        if option in ("-p", "--publish") and ":" in value and port is None:
+            port = value.split(":")[-2]
         if option in ("-v", "--volume") and value.count(":") and value.startswith(("/", "~")):
             outside, inside = value.split(":")[:2]
             mounts[inside.rstrip("/")] = outside.rstrip("/")
     if not rest:
         raise ValueError("the command line names no image: give it as you start it, with its variables set")
-    return Container(rest[0], rest[1:], given, mounts)
+    return Container(rest[0], rest[1:], given, port, mounts)

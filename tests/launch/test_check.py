@@ -8,17 +8,22 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmark.cost.devices import DatasheetDevice, capacity
+from benchmark.cost.roofline import ServedModel
+from benchmark.cost.shapes import shape
 from launch.commands.check import Findings, examine, read_command, render
 from launch.compatibility import docker, peers
 from launch.compatibility.tgi import SETTINGS, Fate
 from launch.config import DEMO
 from launch.errors import Refusal
 from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given
+from tests.ports import free_port
 from tests.running import ROOT, Server
 
 LLAMA = {
@@ -182,6 +187,39 @@ def test_the_limits_are_those_of_the_start() -> None:
     assert weights == pytest.approx(float(started["weights"].split()[0]), rel=0.02)
 
 
+@pytest.mark.parametrize(("visible", "number", "free_mib"), [(None, 1, 4000), ("0", 0, 20000)])
+def test_the_gpu_with_the_least_room_counts(
+    visible: str | None, number: int, free_mib: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its cache is what `lockstep-bench plan` computes for a device of that memory."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: L4\\nGPU 1: L4\\n' && exit\n"
+        "printf '0, NVIDIA L4, 20000, 23034\\n1, NVIDIA L4, 4000, 23034\\n'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    environ = {"DEVICE": "auto"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    found = check(["--model-id", str(llama), "--random-weights", "--max-concurrent-requests", "100000"], environ)
+    assert [] == found.problems
+    ranks = 2 if visible is None else 1
+    assert f"free of GPU {number}, NVIDIA L4" == row(found, "memory")[1]
+    served = ServedModel(shape(str(llama)), "bfloat16")
+    device = DatasheetDevice(1.0, 1.0, 1.0, free_mib * 2**20)
+    limits = Namespace(max_concurrent_requests=100_000, max_total_tokens=2048, max_batch_prefill_tokens=4096)
+    planned = capacity(served, device, ranks, limits)
+    assert str(planned.max_batch_total_tokens) == row(found, "max_batch_total_tokens")[0]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_remedies(tmp_path: Path, llama: Path) -> None:
+    config = LLAMA | {"num_hidden_layers": 10_000, "hidden_size": 8192, "intermediate_size": 32768}
+    (llama / "config.json").write_text(json.dumps(config))
+    (problem,) = check(["--model-id", str(llama), "--random-weights"]).problems
+    assert re.fullmatch(
+        r"[\d.]+ GB of weights a shard leave no room for a KV cache with 1 shards: use more shards, .*", problem
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------------- hub
 
 
@@ -244,9 +282,10 @@ def test_a_docker_command_line_without_an_image_is_refused() -> None:
 
 
 def test_mounted_folders_are_found_on_the_host(llama: Path) -> None:
-    line = f"docker run -v {llama.parent}:/data IMAGE --model-id /data/llama --random-weights --port 0"
-    found = check(line.split())
+    line = f"docker run -p 127.0.0.1:{free_port()}:80 -v {llama.parent}:/data IMAGE --model-id /data/llama"
+    found = check([*line.split(), "--random-weights"])
     assert ([], str(llama)) == (found.problems, row(found, "model")[0])
+    assert row(found, "port")[0] in line
 
 
 def test_an_option_of_another_server_is_told_by_its_name_here() -> None:
