@@ -109,20 +109,33 @@ def examine(arguments: Sequence[str], environ: Mapping[str, str]) -> Findings:
     """Everything that can be told of a launch without starting it."""
     findings = Findings()
     read = findings.attempt(lambda: read_command_line(arguments))
-    flags, wrong_arguments = read if read else ({}, [])
+    if read is None:
+        findings.unchecked.append("everything else: the command line cannot be read")
+        return findings
+    flags, wrong_arguments = read
     settings, wrong_values = read_settings(flags, environ)
     placement, impossible = place(settings, environ)
     findings.problems += [*wrong_arguments, *wrong_values, *impossible]
     findings.notes += [*settings.idle, *storage_warnings(settings)]
     findings.notes += node_warnings(settings, placement.nodes, placement.layout)
     findings.notes += _other_meanings(settings)
-    findings.attempt(lambda: bind(settings.values["hostname"], settings.values["port"]).close())
+    if wrong_values:
+        findings.unchecked.append("what the wrong settings change: in their place stand the defaults")
+    if placement.nodes.index == 0:
+        findings.attempt(lambda: bind(settings.values["hostname"], settings.values["port"]).close())
     _check_files(settings, findings)
-    findings.add("model", settings.shown_model, f"revision {r}" if (r := settings.values["revision"]) else "")
+    findings.add("model", settings.shown_model, _about_model(settings))
     findings.add("device", placement.device, str(placement.layout))
     found = None if settings.is_null_model else _check_model(settings, placement, environ, findings)
     _add_settings(settings, found, findings)
     return findings
+
+
+def _about_model(settings: Settings) -> str:
+    if settings.sources["model_id"] == "default":
+        return f"default; TGI: {tgi.SETTINGS['model_id'].default}"
+    revision = settings.values["revision"]
+    return f"revision {printable(revision)}" if revision else ""
 
 
 def _other_meanings(settings: Settings) -> list[str]:
@@ -297,7 +310,9 @@ def render(findings: Findings, width: int) -> str:
     """For people: the verdict and the problems first."""
     count = len(findings.problems)
     verdict = f"would not start: {count} problem{'s' if count > 1 else ''}" if count else "would start"
-    parts = [verdict, *(_item(problem, width) for problem in findings.problems), "", _aligned(findings.rows, width)]
+    parts = [verdict, *(_item(problem, width) for problem in findings.problems)]
+    if findings.rows:
+        parts += ["", _aligned(findings.rows, width)]
     for heading, sentences in (("notes", findings.notes), ("not checked", findings.unchecked)):
         if sentences:
             parts += ["", heading, *(_item(sentence, width) for sentence in sentences)]

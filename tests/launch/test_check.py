@@ -113,6 +113,16 @@ def test_neither_torch_nor_weights_are_loaded() -> None:
     assert "0 set()\n" == done.stdout
 
 
+def test_a_command_line_that_cannot_be_read_has_no_table() -> None:
+    found = check(["--", "--model-id"])
+    assert (["--model-id: expected one argument"], []) == (found.problems, found.rows)
+    assert ["everything else: the command line cannot be read"] == found.unchecked
+
+
+def test_defaults_that_stand_for_wrong_settings_are_no_promise() -> None:
+    assert "what the wrong settings change" in check(["--num-shard", "3"]).unchecked[0]
+
+
 def test_help_is_of_the_command() -> None:
     assert command("--help").stdout.startswith("usage: lockstep check -- ARGUMENTS")
 
