@@ -98,8 +98,9 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[list[
 def inside(container: docker.Container) -> tuple[list[str], Mapping[str, str]]:
     """What the program in a container is given, as if it ran here, with the host's port and folders."""
     environ = {name: container.on_host(value) for name, value in container.variables.items()}
-    if "/data" in container.mounts:  # where TGI's image has its downloads
-        environ.setdefault("HUGGINGFACE_HUB_CACHE", container.on_host("/data/hub"))
+    home = container.variables.get("HF_HOME", "/data")  # which is where TGI's image has it
+    if container.on_host(home) != home:
+        environ.setdefault("HUGGINGFACE_HUB_CACHE", f"{container.on_host(home)}/hub")
     if container.port:
         environ["PORT"] = container.port
     return [container.on_host(word) for word in container.arguments], {"LOCKSTEP_HOSTNAME": "0.0.0.0", **environ}
@@ -320,7 +321,7 @@ def render(findings: Findings, width: int) -> str:
 
 
 def _item(sentence: str, width: int) -> str:
-    return _wrapped("- ", sentence, width)
+    return _wrapped("- ", printable(sentence), width)
 
 
 def _aligned(rows: Iterable[tuple[str, str, str]], width: int) -> str:

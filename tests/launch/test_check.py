@@ -298,6 +298,14 @@ def test_mounted_folders_are_found_on_the_host(llama: Path) -> None:
     assert row(found, "port")[0] in line
 
 
+def test_downloads_in_a_mounted_folder_are_found(tmp_path: Path) -> None:
+    cached(tmp_path / "hub", LLAMA)
+    line = f"docker run -e MODEL_ID=someone/llama -e HF_HUB_OFFLINE=1 -v {tmp_path}:/data IMAGE"
+    assert ["dense"] == [reason for name, _, reason in check(line.split()).rows if name == "parameters"]
+    other = f"docker run -e MODEL_ID=someone/llama -e HF_HOME=/cache -v {tmp_path}:/cache IMAGE"
+    assert ["dense"] == [reason for name, _, reason in check(other.split()).rows if name == "parameters"]
+
+
 def test_an_option_of_another_server_is_told_by_its_name_here() -> None:
     found = check(["vllm", "serve", "--tensor-parallel-size", "2", "--enforce-eager", "-tp", "2", "--swap-space", "4"])
     assert [
