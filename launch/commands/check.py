@@ -228,7 +228,9 @@ def _shorter_than_the_model(settings: Settings, found: Estimate) -> list[str]:
     """A sentence where a default keeps sequences shorter than TGI 3 does."""
     if found.lengths is None or settings.sources["max_total_tokens"] != "default":
         return []
-    longest = min([found.max_positions, *([found.capacity.kv_tokens] if found.capacity else [])])
+    fitting = found.capacity.kv_tokens if found.capacity else None
+    bounds: tuple[int | None, ...] = (settings.values["max_batch_total_tokens"], fitting)
+    longest = min([found.max_positions, *(bound for bound in bounds if bound is not None)])
     total = found.lengths.max_total_tokens
     if longest <= total:
         return []

@@ -153,14 +153,17 @@ def test_a_port_that_is_taken_is_a_problem() -> None:
     assert problem.endswith("is taken: stop the server that has it, or give another --port (0 takes a free one)")
 
 
-def test_sequences_that_tgi_would_serve_and_defaults_do_not_are_named(llama: Path) -> None:
-    words = ["--model-id", str(llama), "--random-weights"]
-    (note,) = check(words).notes
-    assert note.startswith("sequences have at most 2048 tokens, and TGI 3 serves all 8192")
-    remedy = re.findall(r"--max-\S+ \d+", note)
-    found = check([*words, *shlex.split(" ".join(remedy))])
-    assert ([], []) == (found.problems, found.notes)
-    assert (("8192", "flag"), ("8191", "flag")) == (row(found, "max_total_tokens"), row(found, "max_input_length"))
+@pytest.mark.parametrize(("more", "longest"), [([], 8192), (["--max-batch-total-tokens", "4096"], 4096)])
+def test_sequences_that_tgi_would_serve_and_defaults_do_not_are_named(
+    more: list[str], longest: int, llama: Path
+) -> None:
+    words = ["--model-id", str(llama), "--random-weights", *more]
+    note = check(words).notes[-1]
+    assert note.startswith(f"sequences have at most 2048 tokens, and TGI 3 serves all {longest} ")
+    found = check([*words, *shlex.split(" ".join(re.findall(r"--max-\S+ \d+", note)))])
+    assert [] == found.problems + [sentence for sentence in found.notes if "at most 2048" in sentence]
+    assert (str(longest), "flag") == row(found, "max_total_tokens")
+    assert (str(longest - 1), "flag") == row(found, "max_input_length")
 
 
 def test_a_default_that_is_another_than_tgis_is_shown_until_it_is_given() -> None:
