@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from launch.compatibility import peers
 from launch.compatibility.tgi import SETTINGS, Fate, TgiSetting
 from tests.pages import section
-from tests.router.telemetry.test_metrics import LEFT_OUT, OURS, TGI
+from tests.router.telemetry.test_metrics import LEFT_OUT, OURS, TGI, typed
 from tests.running import ROOT
 
 MOST_WORDS = 1300
@@ -72,4 +72,4 @@ def test_metrics_are_there_or_said_to_be_missing() -> None:
     assert LEFT_OUT == set(re.findall(r"`(tgi_\w+)`", of_tgi))
     of_vllm = table(section("moving.md", "vLLM, SGLang and llama.cpp"), "`vllm:`")
     named = set(re.findall(r"tgi_\w+", " ".join(of_vllm.values())))
-    assert len(named) > 10 and named <= (TGI.keys() | OURS.keys()) - LEFT_OUT
+    assert len(named) > 10 and named <= (typed(TGI).keys() | typed(OURS).keys()) - LEFT_OUT
