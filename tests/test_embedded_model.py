@@ -179,6 +179,7 @@ def test_every_kind_of_document_appears() -> None:
     assert set(kinds) == set(corpus.KINDS)
 
 
+@pytest.mark.rest
 def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one_layer = train.model_config()
     one_layer.n_layer = 1

@@ -36,6 +36,7 @@ def test_that_is_wrong(): assert False
 """
 
 
+@pytest.mark.rest
 def test_a_lost_device_fails_one_test_and_ends_its_worker(tmp_path: Path) -> None:
     """The tests behind it go on in another; what lost the device fails, and what is wrong."""
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -190,6 +190,7 @@ print(peak - base)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("recipe", [("w8a8", 8, -1), pytest.param(("gptq", 4, 128), marks=pytest.mark.offload)])
 def test_memory_is_bounded_by_a_layer_and_not_by_the_model(tmp_path: Path, recipe: tuple[str, int, int]) -> None:
     """Of a model of 24 layers, half is never there: neither its own weights nor, at 1 MiB a file, what is made."""

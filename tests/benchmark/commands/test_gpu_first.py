@@ -192,6 +192,7 @@ def test_wheels_are_rehearsed_by_the_python_that_they_are_for() -> None:
     assert not gpu_first.are_for_this_python(["/a/orjson-3-cp27-cp27-linux.whl", "/a/anyio-4-py3-none-any.whl"])
 
 
+@pytest.mark.rest
 def test_the_rehearsal_collects_and_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,9 @@ from tests.server.tiny import save_tiny
 
 
 @needs_triton
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.kernels)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.rest), pytest.param(4, marks=pytest.mark.kernels)]
+)
 def test_ranks_with_interpreted_kernels_choose_the_tokens_of_one(world_size: int, tmp_path: Path) -> None:
     save_tiny("bloom", tmp_path, n_layer=1)
     engine = load_engine(tmp_path, tokens=1024, total_tokens=64, warms_up=False)

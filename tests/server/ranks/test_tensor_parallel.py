@@ -78,7 +78,9 @@ def folder_of(case: str, checkpoints: Checkpoints) -> Path:
     return DEMO if case == "embedded" else checkpoints(case)[0]
 
 
-@pytest.mark.parametrize("world_size", CASES_OF)
+@pytest.mark.parametrize(
+    "world_size", [size if size == 2 else pytest.param(size, marks=pytest.mark.rest) for size in CASES_OF]
+)
 def test_ranks_generate_the_tokens_of_one(checkpoints: Checkpoints, tmp_path: Path, world_size: int) -> None:
     """All cases of a world size at once: to start its ranks takes longer than any model."""
     cases = {str(folder_of(case, checkpoints)): case for case in CASES_OF[world_size]}
