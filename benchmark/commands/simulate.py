@@ -43,7 +43,7 @@ from benchmark.result import PERCENTILE_RULE, BenchError, Result, RunContext, ar
 from benchmark.terminal import Stage, shown
 from router.config import RouterConfig
 from router.scheduling.balancing import ALIASES, POLICIES
-from router.scheduling.limits import Limits, resolve
+from router.scheduling.limits import Limits, Room, resolve
 from router.scheduling.queue import blocks_for
 from server.quant import sizes
 
@@ -325,6 +325,7 @@ def _limits(
         tokens = config.max_batch_total_tokens or replica.kv_tokens(config)
         return resolve(
             config,
+            Room(tokens, tokens),
             max_positions=0,
             has_encoder=False,
             vocab_size=1,

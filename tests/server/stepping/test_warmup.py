@@ -9,7 +9,7 @@ import torch
 
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
-from server.stepping.warmup import ROWS_OF_KERNELS, ProfileRun, _compile_kernels, graph_bytes
+from server.stepping.warmup import ROWS_OF_KERNELS, ProfileRun, _compile_kernels, graph_bytes, longest_that_fits
 
 
 @pytest.mark.parametrize("has_encoder", [False, True])
@@ -56,3 +56,23 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
     engine = SimpleNamespace(has_encoder=False, launch=launch)
     _compile_kernels(engine, most=100)  # type: ignore[arg-type]
     assert [16, 32, 64] == computed
+
+
+@pytest.mark.parametrize(
+    ("blocks", "per_longest", "kept_back", "expected"),
+    [(9, 0, 0, 100), (100, 0, 1 / 8, 100), (5, 0, 0, 80), (5, 0, 1 / 8, 64), (10, 1, 0, 48), (0, 0, 0, 16)],
+    ids=[
+        "all fits",
+        "all fits without what is kept back",
+        "five blocks",
+        "of which one is kept back",
+        "two areas",
+        "none",
+    ],
+)
+def test_the_longest_sequence_is_what_the_cache_holds(
+    blocks: int, per_longest: int, kept_back: float, expected: int
+) -> None:
+    """An area for a longest sequence takes room of its own where blocks are not on the device."""
+    found = longest_that_fits(100, lambda longest: 1000 * max(0, blocks - per_longest * longest), 1000, kept_back)
+    assert expected == found
