@@ -54,14 +54,14 @@ test-suites: needs install
 # environment of its own below .venv-formats, which takes gigabytes; then the perplexity of the held-out text in every
 # format.
 test-formats: needs install
-	$(RUN) -m pytest -m formats tests/formats tests/server/quant $(ARGS)
-	PYTHONPATH=docs/embedded-model $(RUN) -m tests.server.quant.quantised_perplexity --check
+	$(RUN) -m pytest -m formats tests/formats tests/server/quantisation tests/server/quantize tests/server/checkpoint $(ARGS)
+	$(RUN) -m tests.server.quantisation.quantised_perplexity --check
 
 # Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death.
 test-offload: needs install
 	$(RUN) -m pytest -m offload tests $(ARGS)
 
-# The kernels for GPUs in all shapes, interpreted and compiled, of which the suite has every kind once.
+# The kernels for GPUs in all shapes, interpreted and compiled.
 test-kernels: needs install
 	$(RUN) -m pytest -m kernels tests/server/backends/cuda/test_triton.py $(ARGS)
 
@@ -98,9 +98,9 @@ test-gpu: needs install
 	$(RUN) -m pytest $(ON_GPU) tests/gpu/engines $(ARGS)
 	$(RUN) -m pytest $(ON_GPU) --numprocesses auto --dist worksteal tests/gpu/kernels $(ARGS)
 
-# What is promised of time and memory, and the policy that `auto` chooses against random ones, by the clock of a disk.
+# What is promised of time, and the policy that `auto` chooses against random ones, by the clock of a disk.
 bench-check: needs install
-	$(RUN) -m benchmark promises $(ARGS)
+	$(RUN) -m tests.system.promises $(ARGS)
 	$(RUN) -m tests.server.offload.policies
 
 bench-gpu: needs install

@@ -182,8 +182,8 @@ def startup_of(server: Server | None) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- command line
 
 
-def add_server_arguments(parser: argparse.ArgumentParser, *, several_splits: bool = False) -> None:
-    """Declare the launcher's flags that decide speed. several_splits: --num-shard may have several numbers."""
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the launcher's flags that decide speed."""
     group = parser.add_argument_group("server to start")
     model = group.add_mutually_exclusive_group()
     model.add_argument("--model-id", metavar="ID", help="model folder or repository (default: the embedded model)")
@@ -192,10 +192,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, several_splits: boo
         metavar="SHAPE",
         help="random weights of a model's shape: a config.json, a model folder, or one of " + ", ".join(shapes.names()),
     )
-    group.add_argument(
-        "--num-shard", type=options.positive, metavar="N", nargs="+" if several_splits else None,
-        help="processes that the model is split over" + ("; several numbers, one after the other" * several_splits),
-    )  # fmt: skip
+    group.add_argument("--num-shard", type=options.positive, metavar="N", help="processes that the model is split over")
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="data type of the computation")
     group.add_argument("--device", metavar="KIND", help="device: auto, cuda or cpu (default: auto)")
     add_kernels_argument(group)

@@ -7,6 +7,6 @@ one stream of steps (`service.py`). Shards are forks of one process that has imp
 The same bytes lead every rank to the same decisions. Noise is a function of seed, position and token id, and no
 generator has a state, so that a sequence can be rebuilt from its tokens. Token ids come and go, never text.
 
-Only `ranks` speaks to the other ranks; only `backends`, `loading.py` and `ranks/distributed.py` name a device; only
+Only `ranks` speaks to the other ranks; only `backends`, `loading.py` and `ranks/collectives.py` name a device; only
 `config.py` reads the environment.
 """

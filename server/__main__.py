@@ -53,7 +53,7 @@ async def _run_null(config: ShardConfig) -> int:
 async def run(config: ShardConfig) -> int:
     """Load, serve until a signal, stop. Returns the exit code."""
     from server.loading import load, tiers
-    from server.ranks.distributed import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
+    from server.ranks.collectives import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
     from server.ranks.relay import RankPlace
     from server.service import ShardService, serve
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from host.process import become_child_of, name_process
 from server import __main__ as shard
 
-IMPORTED = ("server.ranks.distributed", "server.loading", "server.service")
+IMPORTED = ("server.ranks.collectives", "server.loading", "server.service")
 ORDER_BYTES = 1 << 16
 OUTPUTS = (1, 2)  # a shard's standard output and standard error
 

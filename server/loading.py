@@ -21,12 +21,12 @@ from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.arch.stages import Stage, stages_of
 from server.backends import Backend, Device
-from server.backends.cpu.limits import plan_threads
+from server.backends.cpu.device import plan_threads
 from server.backends.cpu.memory import freed_at_once
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
-from server.checkpoint import quantisation
-from server.checkpoint.quantisation import Quantisation
+from server.checkpoint import formats
+from server.checkpoint.formats import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
@@ -34,15 +34,15 @@ from server.model import load as model_loading
 from server.model import placement as placing
 from server.model.streamed import Streaming
 from server.model.transformer import local_kv_heads
+from server.offload.cost import Times
 from server.offload.share import Share
-from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.prefix.identity import identity as identify
 from server.prefix.mover import TierConfig, Tiers
-from server.quant.kv import AS_COMPUTED, KV_FORMATS
-from server.quant.sizes import Storage
-from server.ranks import distributed
-from server.ranks.distributed import Shard
+from server.quantisation.kv import AS_COMPUTED, KV_FORMATS
+from server.quantisation.sizes import Storage
+from server.ranks import collectives
+from server.ranks.collectives import Shard
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
 from server.stepping.pipeline import Neighbours, NoNeighbours, StageNeighbours, connect_stages
@@ -187,7 +187,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         spec = with_rope_scaling(spec, config.rope_scaling or "linear", config.rope_factor or 1.0)
     validate(spec, config.stage_size)
     stage = stages_of(spec, config.num_stages)[config.stage]
-    quantised = quantisation.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
+    quantised = formats.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
     shares = config.all_reduce == THROUGH_HOST
     device = backends.open_device(config.device, config.local_rank, config.num_sharing, shares=shares)
     checkpoint, stored = _open(config, hf_config, quantised.storage if quantised.format else None)
@@ -242,7 +242,7 @@ def _connect(config: ShardConfig, device: Device) -> Shard:
     queue = device.host_queue() if config.all_reduce == THROUGH_HOST else None
     if queue is not None and config.num_stages > 1:  # a stage would hand on what `check` has not seen
         raise ValueError("--all-reduce is host, which one stage alone can have: use auto, or --pipeline-parallel 1")
-    return distributed.connect(
+    return collectives.connect(
         config.rank % config.stage_size,
         config.stage_size,
         config.rendezvous,

@@ -21,12 +21,12 @@ import torch
 
 from server.backends.device import StepProfiler, lost_device
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.offload.times import Times
+from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.prefix.mover import Move, Tiers
 from server.prefix.prefix_file import KEY_BYTES
-from server.ranks.distributed import PeerLost
+from server.ranks.collectives import PeerLost
 from server.ranks.relay import MAX_MESSAGE_BYTES, RankPlace, StepStream
 from server.stepping.engine import Engine, Launched, StepResult
 from server.stepping.sequences import StepError

@@ -21,9 +21,9 @@ PATHS = (ROOT, ROOT / "deploy" / "ray")
 # From the ground up: a room may import itself and those before it. The longest matching name counts.
 ROOMS = (
     "host",
-    *("server.blocks", "server.pb", "server.arch", "server.quant", "server.ranks", "server.backends"),
+    *("server.blocks", "server.pb", "server.arch", "server.quantisation", "server.ranks", "server.backends"),
     *("server.checkpoint", "server.offload", "server.prefix", "server.config", "server.link", "server.stepping"),
-    *("server.layers", "server.model", "server.quantising", "server"),
+    *("server.layers", "server.model", "server.quantize", "server"),
     *("router.errors", "router.config", "router.text", "router.sandbox", "router.scheduling", "router.grammars"),
     *("router.shards", "router.accounts", "router.telemetry", "router.batching", "router.requests", "router.http"),
     *("router.chat", "router.apis", "router.jobs", "router"),
@@ -34,7 +34,7 @@ KNOWN = {
     "router": {"server.pb"},
     "launch": {
         *("router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
-        *("server.checkpoint.files", "server.checkpoint.hub", "server.quantising.recipe"),
+        *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe"),
     },
     "launcher": {"launch", "router.config", "server.config"},
 }
@@ -151,9 +151,9 @@ def test_a_broad_except_is_recognised(handler: str, expected: bool) -> None:
     assert not any(map(swallows_everything, ast.walk(raising)))
 
 
-def test_only_distributed_talks_to_torch_distributed() -> None:
+def test_only_collectives_talk_to_torch_distributed() -> None:
     users = {module for module, tree in sources() if "torch.distributed" in ast.unparse(tree)}
-    assert {"server.ranks.distributed", "server.ranks.rendezvous"} == users
+    assert {"server.ranks.collectives", "server.ranks.rendezvous"} == users
 
 
 def test_only_the_kernels_import_triton() -> None:
@@ -161,7 +161,7 @@ def test_only_the_kernels_import_triton() -> None:
     assert [] == [m for m in users if not longest_match(m, {"server.backends.cuda"})]
 
 
-def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
+def test_only_the_backends_loading_and_collectives_name_a_device() -> None:
     names = {"cpu", "cuda"}
     told_apart = {
         module
@@ -174,8 +174,8 @@ def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
     # Beside them: the choices of --device, the null model, which says that it has a CPU, and a child of the launcher
     # that reads pickled files and computes nothing.
     beside = {"server.config", "server.null", "server.checkpoint.convert"}
-    beside |= {"server.quantising.recipe"}  # likewise the choices of its --device
-    allowed = {"server.backends", "server.loading", "server.ranks.distributed", *beside}
+    beside |= {"server.quantize.recipe"}  # likewise the choices of its --device
+    allowed = {"server.backends", "server.loading", "server.ranks.collectives", *beside}
     assert [] == [module for module in sorted(told_apart) if not longest_match(module, allowed)]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.conftest import LOST, leave
 from tests.running import ROOT
 
 CONFTEST = """
@@ -35,16 +36,23 @@ def test_that_is_wrong(): assert False
 """
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize(("workers", "counted"), [(1, "2 failed, 3 passed"), (0, "2 passed")])
-def test_a_lost_device_fails_one_test_and_ends_its_process(tmp_path: Path, workers: int, counted: str) -> None:
-    """With a worker the tests behind it go on in another; what lost the device fails, and what is wrong."""
+def test_a_lost_device_fails_one_test_and_ends_its_worker(tmp_path: Path) -> None:
+    """The tests behind it go on in another; what lost the device fails, and what is wrong."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_device.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"-n{workers}", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n1", str(tmp_path)]
     env = {"PYTHONPATH": str(ROOT), "PATH": ""}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     said = done.stdout + done.stderr
     assert "the device is lost after test_device.py::test_that_loses_it: CUDA error: an illegal memory access" in said
-    assert counted in said, said
+    assert "2 failed, 3 passed" in said, said
+
+
+def test_without_workers_the_run_ends_and_says_why(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    with pytest.raises(pytest.exit.Exception, match="the device is lost") as ended:
+        leave(pytestconfig, "the device is lost")
+    assert LOST == ended.value.returncode

@@ -13,7 +13,7 @@ from tests.running import ROOT
 from tests.test_architecture import ROOMS
 
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "docs/embedded-model").glob("*.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/embedded_model/README.md"]
 HELP = "settings.md"  # made of the help texts, in which `lockstep` is the installed command
 BARE = re.compile(r"(?:^|`)((?:lockstep(?:-bench)? (?=[a-z-])|python3? (?=launcher\.py|-m )).*)", re.MULTILINE)
 

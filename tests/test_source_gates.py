@@ -141,7 +141,7 @@ def test_keys_are_compared_in_constant_time() -> None:
 
 
 # What a user asked for by its path, and what others than its maker run.
-MAKE_FOLDERS_FOR_OTHERS = {"server.quantising.output_folder", "server.backends.cpu.build", "lockstep_ray.shards"}
+MAKE_FOLDERS_FOR_OTHERS = {"server.quantize.output_folder", "server.backends.cpu.build", "lockstep_ray.shards"}
 
 
 @pytest.mark.parametrize(

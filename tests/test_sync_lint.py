@@ -18,7 +18,7 @@ from tests.test_architecture import sources
 # What runs between the arrival of a step and its results, on a GPU. A CPU's backend waits for nothing, and loading may.
 WATCHED = (
     "server.stepping.", "server.layers.", "server.model.", "server.backends.cuda.", "server.backends.reference.",
-    "server.ranks.distributed",
+    "server.ranks.collectives",
 )  # fmt: skip
 BY_VALUE = {"item", "tolist", "nonzero", "cpu", "numpy", "unique", "masked_select", "bincount", "is_nonzero"}
 REDUCTIONS = {"all", "any", "max", "min", "sum", "amax", "amin", "argmax", "equal", "allclose"}
@@ -46,15 +46,15 @@ ALLOWED = {
     ("server.model.offloaded_kv", "self._reads[window] = …"): "a dict",
     ("server.model.fallback", "wanted['logits_to_keep'] = …"): "a dict",
     ("server.model.fallback", "torch.tensor([prompt], device=self._model.device)"): "a model that is not captured",
-    ("server.backends.reference.experts", "ends.tolist()"): "experts in a format that is not captured",
+    ("server.backends.reference.linear", "ends.tolist()"): "experts in a format that is not captured",
     ("server.backends.reference.attention", "torch.tensor(scores.slopes, device=distance.device)"): "is not captured",
     ("server.backends.cuda.kernels.common", "torch.tensor(scores.slopes, device=device)"): "once, before any capture",
     ("server.layers.position", "torch.tensor([scaling.short, scaling.long], device=exponents.device)"): "while loading",
-    ("server.ranks.distributed", "torch.tensor([value], dtype=torch.int64, device=device)"): "while warming up",
-    ("server.ranks.distributed", "torch.tensor(list(text), dtype=torch.uint8, device=device)"): "while warming up",
-    ("server.ranks.distributed", "texts[first].tolist()"): "while warming up",
-    ("server.ranks.distributed", "int(tensor.item())"): "while warming up",
-    ("server.ranks.distributed", "tensor.item()"): "while warming up",
+    ("server.ranks.collectives", "torch.tensor([value], dtype=torch.int64, device=device)"): "while warming up",
+    ("server.ranks.collectives", "torch.tensor(list(text), dtype=torch.uint8, device=device)"): "while warming up",
+    ("server.ranks.collectives", "texts[first].tolist()"): "while warming up",
+    ("server.ranks.collectives", "int(tensor.item())"): "while warming up",
+    ("server.ranks.collectives", "tensor.item()"): "while warming up",
 }  # fmt: skip
 ALLOWED |= {
     ("server.backends.cuda.packing", line): "while loading"

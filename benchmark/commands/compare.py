@@ -10,19 +10,9 @@ Two starts of the same system differ by more than their own scatter shows (memor
 are others), so only the scatter between starts says whether systems differ: `between_starts`, by Welch's t-interval
 (Biometrika 34, 1947) of the logarithms, which holds for few starts.
 
-Within a start, requests that queue behind each other are no independent samples. `within_a_start` draws whole blocks:
-the circular block bootstrap (Politis and Romano, 1992), ten blocks a draw, because from 10 to 30 are as good as more
-(Schmeiser, Operations Research 30, 1982, on batch means), and the fewest are the longest. Both systems' blocks of the
-same part of the run are drawn together, so that what the same work does to both cancels out. The interval has the
-bootstrap's deviation and, as there are ten blocks, Student's quantile. Blocks must outlast what ties requests together:
-a start shorter than 200 autocorrelation times, which makes blocks of twenty, has no interval. That time is the
-integrated one with Sokal's window (Madras and Sokal, J. Stat. Phys. 50, 1988), the longest of either system's samples
-and of their difference. It is itself an estimate, which may be a third too short in a start of 200 such times, and a
-start that looks longer than it is has too narrow an interval; with fewer times more of the intervals that are given
-would be those. How often intervals err, of those that are given, is held by
+Left out: percentiles other than means of samples, intervals within one start, in which requests that queue behind each
+other are no independent samples, and corrections for looking at many ratios at once. How often intervals err is held by
 `tests/benchmark/commands/test_intervals.py`.
-
-Left out: percentiles other than means of samples, and corrections for looking at many ratios at once.
 """
 
 from __future__ import annotations
@@ -109,7 +99,6 @@ class Figure:
     value: float | None  # of several starts the geometric mean
     ratio: float | None = None  # to the base's; None where there is none
     interval: Interval | None = None  # of the ratio, over starts
-    within_start: Interval | None = None  # of the ratio of these two starts, which says nothing of others
     verdict: str | None = None  # None: the base
     reason: str = ""  # why the verdict is not known
 
@@ -148,34 +137,13 @@ def figure_of(metric: ComparedMetric, base: Sequence[Row], other: Sequence[Row])
         return Figure(value, ratio, verdict=UNKNOWN, reason=NO_FIGURE)
     figure = Figure(value, value / base_value, verdict=UNKNOWN)
     if min(len(base), len(other)) == 1:
-        return _of_one_start(figure, metric, base, other)
+        return replace(figure, reason=ONE_START)
     try:
         interval = between_starts(_values(metric, base), _values(metric, other))
     except TooShort as error:
         return replace(figure, reason=str(error))
     verdict = _verdict(interval)
     return replace(figure, interval=interval, verdict=verdict, reason=WIDE if verdict == UNKNOWN else "")
-
-
-def _of_one_start(figure: Figure, metric: ComparedMetric, base: Sequence[Row], other: Sequence[Row]) -> Figure:
-    """The figure with the interval within a start of each, where there is one of each and enough of it."""
-    if max(len(base), len(other)) > 1 or not metric.samples:
-        return replace(figure, reason=ONE_START)
-    samples = [metric.samples_of(row) for row in (base[0], other[0])]
-    try:
-        _check_samples(metric, base[0], other[0])
-        within = within_a_start(*samples)
-    except TooShort as error:
-        return replace(figure, reason=f"{ONE_START}; of this one there is no interval, because {error}")
-    return replace(figure, within_start=within, reason=ONE_START)
-
-
-def _check_samples(metric: ComparedMetric, *rows: Row) -> None:
-    """Raises TooShort for a row whose samples are not of its figure, as in results of older versions."""
-    for row in rows:
-        samples, value = metric.samples_of(row), metric.value(row)
-        if not samples or value is None or not math.isclose(fmean(samples), value, rel_tol=1e-6):
-            raise TooShort("an older version measured it, whose samples have another mean")
 
 
 def _value(metric: ComparedMetric, rows: Sequence[Row]) -> float | None:
@@ -297,8 +265,8 @@ def _number(value: float | None) -> str:
 def _ratio(figure: Row) -> str:
     if figure["ratio"] is None:
         return "-"
-    span, place = (figure["interval"], "") if figure["interval"] else (figure["within_start"], " within one start")
-    around = f" ({span[0]:.3f} to {span[1]:.3f}{place})" if span else ""
+    span = figure["interval"]
+    around = f" ({span[0]:.3f} to {span[1]:.3f})" if span else ""
     return f"{figure['ratio']:.3f}{around}: {figure['verdict']}"
 
 
@@ -345,20 +313,12 @@ class ComparedMetric:
 
     key: str
     title: str
-    samples: tuple[str, ...] = ()  # where the row keeps what the figure is the mean of; (): one figure a run
 
     def value(self, row: Row) -> float | None:
         """The figure that the row has; None where every request of the row failed."""
         value = row.get(self.key)
         number: float | None = value["mean"] if isinstance(value, Mapping) else value
         return number
-
-    def samples_of(self, row: Row) -> list[float]:
-        """What the row's figure is the mean of, in the order of time; empty where it does not say."""
-        found: Any = row if self.samples else {}
-        for key in self.samples:
-            found = found.get(key, {})
-        return list(found)
 
 
 @dataclass(frozen=True)
@@ -374,14 +334,9 @@ class ResultColumns:
         return tuple(row.get(key) for key in self.keys)
 
 
-def _sampled(key: str, title: str) -> ComparedMetric:
-    return ComparedMetric(key, title, ("samples", key))
-
-
 RESULT_COLUMNS: Mapping[str, ResultColumns] = {
     "latency": ResultColumns(
-        keys={"step": "Step", "batch_size": "Batch Size"},
-        metrics=(ComparedMetric("mean_ms", "Average (ms)", ("samples_ms",)),),
+        keys={"step": "Step", "batch_size": "Batch Size"}, metrics=(ComparedMetric("mean_ms", "Average (ms)"),)
     ),
     "serving": ResultColumns(
         tokens="output_tokens",
@@ -392,13 +347,13 @@ RESULT_COLUMNS: Mapping[str, ResultColumns] = {
             "request_rate": "Request Rate",
         },
         metrics=(
-            _sampled("requests_per_second", "Throughput (requests/s)"),
-            _sampled("output_tokens_per_second", "Throughput (output token/s)"),
-            _sampled("latency_per_token_ms", "Average latency per token (ms)"),
-            _sampled("latency_per_output_token_ms", "Average latency per output token (ms)"),
-            _sampled("ttft_ms", "Average TTFT (ms)"),
-            _sampled("tpot_ms", "Average TPOT (ms)"),
-            _sampled("e2e_ms", "Average end-to-end time (ms)"),
+            ComparedMetric("requests_per_second", "Throughput (requests/s)"),
+            ComparedMetric("output_tokens_per_second", "Throughput (output token/s)"),
+            ComparedMetric("latency_per_token_ms", "Average latency per token (ms)"),
+            ComparedMetric("latency_per_output_token_ms", "Average latency per output token (ms)"),
+            ComparedMetric("ttft_ms", "Average TTFT (ms)"),
+            ComparedMetric("tpot_ms", "Average TPOT (ms)"),
+            ComparedMetric("e2e_ms", "Average end-to-end time (ms)"),
         ),
     ),
     "offline": ResultColumns(
@@ -406,7 +361,7 @@ RESULT_COLUMNS: Mapping[str, ResultColumns] = {
         keys={"step": "Step"},
         metrics=(
             ComparedMetric("latency_s", "Latency (s)"),
-            _sampled("tokens_per_second", "Throughput (token/s)"),
+            ComparedMetric("tokens_per_second", "Throughput (token/s)"),
         ),
     ),
 }
@@ -545,15 +500,7 @@ def _pairs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------ intervals
 
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-
 CONFIDENCE = 0.95
-RESAMPLES = 2000  # the deviation of so many draws is within 3 % of that of all, in 19 of 20 cases
-RESAMPLING_SEED = 0
-BLOCKS = 10
-FEWEST_TIMES = 200.0  # autocorrelation times of a start: twenty for each block
-WINDOW = 5.0  # autocorrelation times up to which correlations are summed: Sokal's choice of 4 to 10
-PIECES = 1000  # that longer series are cut into: what is tied together for less than a thousandth does not matter
 
 
 class Interval(NamedTuple):
@@ -594,62 +541,3 @@ def between_starts(base: Sequence[float], other: Sequence[float]) -> Interval:
         raise TooShort("all starts have the same figure to the last digit: are they copies of one?")
     parts = [variance**2 / (len(one) - 1) for variance, one in zip(variances, logs, strict=True)]
     return Interval.around(float(logs[1].mean() - logs[0].mean()), math.sqrt(total), total**2 / sum(parts))
-
-
-def within_a_start(base: Sequence[float], other: Sequence[float]) -> Interval:
-    """Interval of mean(other) / mean(base), of samples above zero in the order of time. Raises TooShort.
-
-    Series of different lengths are cut into as many pieces each; the k-th of one goes with the k-th of the other.
-    """
-    count = min(len(base), len(other), PIECES)
-    if count < FEWEST_TIMES:
-        raise TooShort(f"it has fewer than {FEWEST_TIMES:g} samples")
-    pieces = [_pieces(samples, count) for samples in (base, other)]
-    shares = [sums / sums.sum() - counts / counts.sum() for sums, counts in pieces]
-    if count < FEWEST_TIMES * max(map(autocorrelation_time, (*shares, shares[1] - shares[0]))):
-        raise TooShort(f"it lasts less than {FEWEST_TIMES:g} times what ties its samples together")
-    means = [float(np.mean(samples)) for samples in (base, other)]
-    deviation = float(_drawn_log_ratios(pieces[0], pieces[1]).std()) * math.sqrt(BLOCKS / (BLOCKS - 1))
-    return Interval.around(math.log(means[1] / means[0]), deviation, BLOCKS - 1)
-
-
-def autocorrelation_time(series: Floats) -> float:
-    """By how much fewer independent values have a mean as uncertain as this series': 1 plus twice its correlations.
-
-    At least 1, in values of the series, of which there must be two.
-    """
-    centred = series - series.mean()
-    spectrum = np.fft.rfft(centred, 2 * len(series))
-    covariances = np.fft.irfft(spectrum * spectrum.conj())[: len(series)]
-    if covariances[0] <= 0:
-        return 1.0
-    times = 2 * np.cumsum(covariances / covariances[0]) - 1
-    summed = np.arange(len(series)) >= WINDOW * times
-    return max(1.0, float(times[summed.argmax() if summed.any() else -1]))
-
-
-def _pieces(samples: Sequence[float], count: int) -> tuple[Floats, Floats]:
-    """Sums and sizes of `count` pieces that are as equal as can be."""
-    values = np.asarray(samples, dtype=np.float64)
-    begins = np.arange(count) * len(values) // count
-    return np.add.reduceat(values, begins), np.diff(begins, append=len(values)).astype(np.float64)
-
-
-def _drawn_log_ratios(base: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> Floats:
-    """[RESAMPLES]: logarithms of the ratio of means in as many draws of blocks, which may go on from end to beginning.
-
-    Raises TooShort.
-    """
-    count = len(base[0])
-    begins = np.random.default_rng(RESAMPLING_SEED).integers(count, size=(RESAMPLES, BLOCKS))
-    ends = begins + count // BLOCKS
-    base_sums, base_sizes, other_sums, other_sizes = (_sums(one, begins, ends) for one in (*base, *other))
-    if min(base_sums.min(), other_sums.min()) <= 0:
-        raise TooShort("nothing came in most of it")
-    return np.asarray(np.log(other_sums / other_sizes * base_sizes / base_sums))
-
-
-def _sums(values: Floats, begins: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Floats:
-    """[RESAMPLES]: what the blocks of each draw hold together."""
-    upto = np.concatenate(([0.0], np.cumsum(np.concatenate((values, values)))))
-    return np.asarray((upto[ends] - upto[begins]).sum(axis=1))

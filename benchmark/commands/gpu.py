@@ -5,7 +5,7 @@ limit, on random weights of real shapes, and what they found is held against its
 why, and the others still run; the file is written anew after each, so that nothing measured is lost. It ends with the
 tables of the commands as they printed them.
 
-Floors are those that `plan` prints for the device, from its data sheet or, where there is none, from the probes. A
+Floors are those that `plan` prints for the device, from its data sheet or, where there is none, measured first. A
 ceiling is that of all bytes and all operations of sequences that run together, however they are divided over steps:
 what prompts multiply may hide what decoding reads, in steps that do both. Left out: several GPUs, quantised formats,
 and anything about the text.
@@ -22,16 +22,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark import launch, options
-from benchmark.commands import probes
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.devices import known
-from benchmark.cost.roofline import ServedModel, ceiling_of
+from benchmark.cost.devices import ceilings_of, machine_at_hand
+from benchmark.cost.roofline import Ceilings, ServedModel, ceiling_of
 from benchmark.launch import started_command, stop_command
 from benchmark.result import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
 from benchmark.terminal import Stage, shown
@@ -76,8 +73,8 @@ class Report:
     """What the measurements have found so far, and the file that it is written to."""
 
     args: argparse.Namespace
-    device: str = "unknown device"
-    measured_ceilings: Ceilings | None = None
+    device: str
+    ceilings: Ceilings  # what the device does at best
     rows: list[ReportRow] = field(default_factory=list)
     startups: list[tuple[str, str]] = field(default_factory=list)  # (model, start-up table)
     details: list[tuple[str, str]] = field(default_factory=list)  # (command line, what it printed)
@@ -88,15 +85,6 @@ class Report:
         """Where the report is written: `--output`, or a file named after the day and the device."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         return Path(self.args.output or RESULTS / f"{self.started_at:%Y-%m-%d}-{slug}.md")
-
-    @property
-    def ceilings(self) -> Ceilings:
-        """What the device does at best, by its data sheet, else by the probes. Raises BenchError."""
-        sheet = known(self.device)
-        ceilings = sheet.dense_ceilings(self.args.dtype, 1) if sheet else self.measured_ceilings
-        if ceilings is None:
-            raise BenchError("the probes found no ceilings to compare it with")
-        return ceilings
 
     def save(self) -> None:
         """Write the report to its file, whole or not at all. Raises BenchError."""
@@ -162,24 +150,21 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every measurement and write the report; 1 when one of them failed. Raises BenchError."""
-    report = Report(args)
-    planned = steps(args, report)
-    _check_device(args.device)
+    served = ServedModel(shapes.find(args.latency_shape).shape, args.dtype)
+    for shape in (*args.serving_shape, args.offline_shape):
+        shapes.find(shape)  # what is no shape is said before anything is measured
+    machine = machine_at_hand(args.device)
+    if machine.is_cpu and args.device != "cpu":
+        raise BenchError("this machine shows no GPU: give --device cpu to measure its CPU")
     prepare_output(args.output.parent if args.output else RESULTS)
+    report = Report(args, machine.device, ceilings_of(machine, served, 1))
+    planned = steps(args, report)
     with shown("every figure of one GPU", [Stage(step.title) for step in planned]) as view:
         for step in view.each(planned):
             take(step, report, args.limit)
             report.save()
     print(f"{report.table()}\n\n{report.path}")
     return 1 if any(row.verdict == "failed" for row in report.rows) else 0
-
-
-def _check_device(device: str) -> None:
-    """Raises BenchError for a machine without a GPU, unless its CPU is asked for."""
-    import torch
-
-    if device != "cpu" and not torch.cuda.is_available():
-        raise BenchError("this machine shows no GPU: give --device cpu to measure its CPU")
 
 
 def take(step: Measurement, report: Report, limit_s: float) -> None:
@@ -194,10 +179,7 @@ def take(step: Measurement, report: Report, limit_s: float) -> None:
         report.rows.append(_ready_row(step.title, startup["ready_s"]))
     if text:
         report.details.append((command, text))
-    try:
-        report.rows += step.rows(found)
-    except BenchError as error:
-        problem = problem or str(error)
+    report.rows += step.rows(found)
     if problem:
         report.rows.append(ReportRow(step.title, "", problem, "failed"))
 
@@ -233,23 +215,13 @@ def _read(folder: Path) -> tuple[Found, str]:
 
 
 def steps(args: argparse.Namespace, report: Report) -> list[Measurement]:
-    """What to run, in this order: the probes first, because ceilings may come from them. Raises BenchError."""
-    flags = ["--device", args.device, "--dtype", args.dtype]
-    probe = Measurement("probes", ["probes", *flags], partial(_probe_rows, report))
-    flags += launch.flags_of({"--cpu-kernels": args.cpu_kernels})
+    """What to run, in this order. Raises BenchError."""
+    flags = ["--device", args.device, "--dtype", args.dtype, *launch.flags_of({"--cpu-kernels": args.cpu_kernels})]
     return [
-        probe,
         _latency_step(args, report, flags),
         *(_serving_step(args, report, flags, shape) for shape in args.serving_shape),
         _offline_step(args, report, flags),
     ]
-
-
-def _probe_rows(report: Report, found: Found) -> Iterator[ReportRow]:
-    report.device = found.get("device", report.device)
-    report.measured_ceilings = probes.ceilings(found["rows"])
-    for row in found["rows"]:
-        yield ReportRow(row["probe"], "", f"{row['value']:.4g} {row['unit']}", "")
 
 
 def _latency_step(args: argparse.Namespace, report: Report, flags: Sequence[str]) -> Measurement:

@@ -34,33 +34,11 @@ GRACE_S = 5.0  # for a part that is cut to end by itself
 LEAST_S = 5.0  # a part is not begun with less
 NOT_REACHED, NOT_NEEDED, DONE = "not reached", "not needed", "done"
 
-GPU_TESTS = (
-    "-m",
-    "pytest",
-    "-p",
-    "no:cacheprovider",
-    "-q",
-    "-m",
-    "gpu and not kernels",
-    "-o",
-    "faulthandler_timeout=60",
-)
+GPU_TESTS = (*"-m pytest -p no:cacheprovider -q -o faulthandler_timeout=60 -m".split(), "gpu and not kernels")
 KERNELS, ENGINES = "tests/gpu/kernels", "tests/gpu/engines"
 RANKS = f"{ENGINES}/test_ranks.py"
 CAPTURED_DECODE = f"{KERNELS}/test_paged.py::test_a_captured_decode_follows_its_sequences"
-BLOOMZ = (
-    "latency",
-    "--random-weights",
-    "bloomz-7b1-mt",
-    "--device",
-    "cuda",
-    "--dtype",
-    "bfloat16",
-    "-d",
-    "100",
-    "-r",
-    "5",
-)
+BLOOMZ = tuple("latency --random-weights bloomz-7b1-mt --device cuda --dtype bfloat16 -d 100 -r 5".split())
 
 
 @dataclass(frozen=True)
@@ -97,18 +75,8 @@ def bench(*arguments: str) -> tuple[str, ...]:
 def runs(output: Path, site: Path) -> dict[str, list[Part]]:
     """All parts by run. site: where wheels are installed."""
     wheels = sorted(map(str, WHEELS.glob("*.whl")))
-    pip = (
-        "install",
-        "-q",
-        "--no-index",
-        "--no-deps",
-        "--no-compile",
-        "--no-cache-dir",
-        "--upgrade",
-        "--target",
-        str(site),
-    )
-    install = [Part("install wheels", 60, python("-m", "pip", *pip, *wheels))] if wheels else []
+    pip = ("install", "-q", *(f"--no-{what}" for what in ("index", "deps", "compile", "cache-dir")), "--upgrade")
+    install = [Part("install wheels", 60, python("-m", "pip", *pip, "--target", str(site), *wheels))] if wheels else []
     shell = (
         "nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC; python3 -m torch.utils.collect_env; gcc --version; "
         "ncu --version; true"
@@ -141,7 +109,7 @@ def runs(output: Path, site: Path) -> dict[str, list[Part]]:
         ],
         "next": [
             *install,
-            Part("products of quantised weights", 200, bench("products", "--write", "--output", str(output))),
+            Part("products of quantised weights", 200, bench("kernels", "--time", "--write", "--output", str(output))),
             Part("sampled decode", 120, bench(*BLOOMZ, "-b", "1", "32", "-s", "100", "--do-sample")),
             Part("long contexts", 150, bench(*BLOOMZ, "-b", "1", "16", "-s", "8000")),
             Part("fp8", 120, bench(*BLOOMZ, "-b", "1", "32", "-s", "100", "--quantize", "fp8")),

@@ -11,17 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmark import launch, options
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings, Gauge, describe
-from benchmark.cost.roofline import BytesAndFlops, ServedModel
+from benchmark.cost.devices import Gauge, describe
+from benchmark.cost.roofline import BytesAndFlops, Ceilings, ServedModel
 from benchmark.engine import shards
 from benchmark.engine.generation import PeerTimes, TransformersPeer, detokenising, peer_rows, peer_table
 from benchmark.engine.shards import (
@@ -99,51 +98,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="after each batch size, run the same prompts with transformers' `generate` in this process, greedily",
     )
-    launch.add_server_arguments(parser, several_splits=True)
+    launch.add_server_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every batch size, split by split, and print the tables; 0. Raises BenchError."""
+    """Measure every batch size and print the tables; 0. Raises BenchError."""
     prepare_output(args.output)
     args.batch_size = options.distinct(args.batch_size or BATCH_SIZES)
-    splits = options.distinct(args.num_shard or [None])
-    _refuse_several(args, splits)
-    report = _Report(args)
-    with report.stack:
-        for count in splits:
-            one = argparse.Namespace(**vars(args) | {"num_shard": count})
-            with shards.target_for(one, _limits(args)) as target:
-                launch.run_interruptible(_measure(args, target, report))
+    with shards.target_for(args, _limits(args)) as target:
+        launch.run_interruptible(_measure(args, target))
     return 0
 
 
-def _refuse_several(args: argparse.Namespace, splits: Sequence[int | None]) -> None:
-    """Refuse several splits where there can be one, and those that no model of this shape has, before one is measured.
-
-    Raises BenchError.
-    """
-    if len(splits) > 1:
-        names = ("shard_uds_path", "profile", "beside_transformers")
-        if single := options.options_given(args, names):
-            raise BenchError(f"--num-shard {' '.join(map(str, splits))} with {single[0]}: give one number of shards")
-    location = args.random_weights or args.model_id
-    shape = shards.shape_of(location) if location else None
-    for count in splits:
-        if shape is not None and count is not None and (problem := shape.split_problem(count)):
-            raise BenchError(f"--num-shard {count} is not possible: {problem}")
-
-
 def _draw(result: Result, folder: Path) -> list[pictures.Picture]:
-    by_split, name = of_splits(result.rows), f"{result.context.model} on {result.context.machine}"
     lengths = "{sequence_length} in, {decode_length} out".format_map(result.context.arguments)
-    if len(by_split) == 1:
-        return [pictures.plot_latency(result.rows, folder / "latency.png", f"{name}; {lengths}")]
-    systems = {f"{count} shards": own for count, own in by_split.items()}
-    shares = efficiencies(result.rows, is_shared=result.context.device == "cpu")
-    return [
-        pictures.plot_latency_systems(systems, folder / "latency.png", f"{name}; {lengths}"),
-        pictures.plot_efficiency(shares, f"{name}; {lengths}", folder / "efficiency.png"),
-    ]
+    about = f"{result.context.model} on {result.context.machine}; {lengths}"
+    return [pictures.plot_latency(result.rows, folder / "latency.png", about)]
 
 
 def _limits(args: argparse.Namespace) -> list[str]:
@@ -165,43 +135,8 @@ def _limits(args: argparse.Namespace) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- measurement
 
 
-@dataclass
-class _Report:
-    """The one report of all splits. It begins with what the first server says, and is published when `stack` closes."""
-
-    args: argparse.Namespace
-    stack: ExitStack = field(default_factory=ExitStack)
-    result: Result | None = None
-    _keep: Callable[[], None] = field(default=lambda: None)
-    _finished: list[dict[str, Any]] = field(default_factory=list)  # rows of splits that are done
-    _notes: list[str] = field(default_factory=list)  # what all splits have
-
-    def begin(self, target: shards.MeasuredShards, info: ModelInfo, floors: shards.Floors) -> Result:
-        """The result, to which a split's rows are to be added."""
-        if self.result is None:
-            self.result = Result(_context(self.args, target, info), notes=_notes(self.args, floors))
-            self.result.extra |= launch.startup_of(target.server)
-            name = target.name
-            self._keep = self.stack.enter_context(
-                published(self.result, lambda result: markdown(result, self.args, name), self.args.output, _draw)
-            )
-        else:
-            before = self.result.context.num_shard
-            counts = [*([before] if isinstance(before, int) else before), info.world_size]
-            self.result.context = replace(self.result.context, num_shard=counts)
-        self._finished, self._notes = list(self.result.rows), list(self.result.notes)
-        return self.result
-
-    def keep(self, rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
-        """So much is known of the split that is being measured."""
-        assert self.result is not None, "it has begun"
-        self.result.rows = [*self._finished, *rows]
-        self.result.notes = [*self._notes, *notes]
-        self._keep()
-
-
-async def _measure(args: argparse.Namespace, target: shards.MeasuredShards, report: _Report) -> None:
-    """Measure all batch sizes of one split, each kept as it is done. Raises BenchError."""
+async def _measure(args: argparse.Namespace, target: shards.MeasuredShards) -> None:
+    """Measure all batch sizes, each kept as it is done. Raises BenchError."""
     async with shards.connect(target) as connected:
         info = connected.info
         detokenise = _detokenising(target) if args.like_tgi else None
@@ -211,20 +146,29 @@ async def _measure(args: argparse.Namespace, target: shards.MeasuredShards, repo
         _check(args, info, driver)
         floors = shards.floors_of(target, info)
         gauge = floors.gauge
-        result = report.begin(target, info, floors)
+        result = Result(
+            _context(args, target, info), notes=_notes(args, floors), extra=launch.startup_of(target.server)
+        )
+        num_notes = len(result.notes)
         title = f"{target.name}: {args.sequence_length} prompt tokens, {args.decode_length} generated"
-        with shown(title, _stages(args)) as view, shards.causes_of(target):
+        with (
+            published(result, lambda result: markdown(result, args, target.name), args.output, _draw) as keep,
+            shown(title, _stages(args)) as view,
+            shards.causes_of(target),
+        ):
             points: list[Point] = []
             peer = _peer(args, target, info)
             for batch_size in args.batch_size:
                 point = Point(batch_size, args.sequence_length, args.decode_length, num_shard=info.world_size)
                 await _measure_point(args, info, driver, point, view, gauge)
                 points.append(point)
-                found = rows(points, floors.served)
+                result.rows = rows(points, floors.served)
                 if peer is not None:
                     runs = await asyncio.to_thread(_run_peer, args, info, peer, batch_size)
-                    result.extra.setdefault("transformers", []).extend(peer_rows(found, batch_size, runs))
-                report.keep(found, [] if gauge is None else [describe(gauge.seen), *above_limit_notes(found)])
+                    result.extra.setdefault("transformers", []).extend(peer_rows(result.rows, batch_size, runs))
+                if gauge is not None:
+                    result.notes[num_notes:] = [describe(gauge.seen), *above_limit_notes(result.rows)]
+                keep()
             if args.profile:
                 result.extra["profile"] = [
                     row for n in args.batch_size for row in await _profile_rows(args, connected, driver, n)
@@ -285,12 +229,7 @@ def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> Non
 
 
 async def _measure_point(
-    args: argparse.Namespace,
-    info: ModelInfo,
-    driver: StepDriver,
-    point: Point,
-    view: Progress,
-    gauge: Gauge | None,
+    args: argparse.Namespace, info: ModelInfo, driver: StepDriver, point: Point, view: Progress, gauge: Gauge | None
 ) -> None:
     prompts = random_prompts(point.batch_size, args.sequence_length, info.vocab_size, args.seed)
     sampling = [sampling_of(args, args.seed + index) for index in range(point.batch_size)]
@@ -372,15 +311,11 @@ def _notes(args: argparse.Namespace, floors: shards.Floors) -> list[str]:
 
 
 def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
-    """The tables of TGI's benchmark for each split, then floors, then what to know about the numbers."""
-    by_split = of_splits(result.rows)
-    parts = [arguments_table(args, model)]
-    for count, own in by_split.items():
-        title = f"# Tensor Parallel (TP) - {count} shard{'s' if count > 1 else ''}"
-        parts += [title] if len(by_split) > 1 else []
-        parts += [f"{latency_table(own)}\n\n\n{throughput_table(own)}", floor_table(own)]
-    parts += [
-        efficiency_table(result.rows, is_shared=result.context.device == "cpu"),
+    """The tables of TGI's benchmark, then floors, then what to know about the numbers."""
+    parts = [
+        arguments_table(args, model),
+        f"{latency_table(result.rows)}\n\n\n{throughput_table(result.rows)}",
+        floor_table(result.rows),
         peer_table(result.extra.get("transformers", []), STEPS),
         shards.profile_table(result.extra.get("profile", [])),
         footer(result),
@@ -506,46 +441,6 @@ def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _rates(row: dict[str, Any]) -> list[str]:
     return [f"{rate:.2f} tokens/secs" for rate in throughputs_of(row)]
-
-
-def of_splits(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """The rows by the number of shards."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["num_shard"], []).append(row)
-    return found
-
-
-def efficiencies(rows: Sequence[dict[str, Any]], *, is_shared: bool) -> list[tuple[str, int, dict[int, float]]]:
-    """Of each step and batch size: (step, batch size, {number of shards: efficiency}).
-
-    Efficiency: time with the fewest shards x their devices / (time x devices). 1: twice as many need half as long.
-    is_shared: all shards are on one device, whatever their number.
-    """
-    least = min(row["num_shard"] for row in rows)
-    costs = [row["mean_ms"] * (1 if is_shared else row["num_shard"]) for row in rows]
-    abouts = [(row["step"], row["batch_size"]) for row in rows]
-    base = {about: cost for about, cost, row in zip(abouts, costs, rows, strict=True) if row["num_shard"] == least}
-    found: dict[tuple[str, int], dict[int, float]] = {about: {} for about in base}
-    for about, cost, row in zip(abouts, costs, rows, strict=True):
-        if about in base:
-            found[about][row["num_shard"]] = base[about] / cost
-    return [(step, batch_size, by_count) for (step, batch_size), by_count in found.items()]
-
-
-def efficiency_table(rows: Sequence[dict[str, Any]], *, is_shared: bool) -> str:
-    """How much of each further shard arrives; empty where there is one split."""
-    counts = list(of_splits(rows))
-    if len(counts) < 2:
-        return ""
-    fewest = f"time with {min(counts)} shard{'s' if min(counts) > 1 else ''}"
-    formula = f"{fewest} / time, as all share the cores" if is_shared else f"{fewest} × {min(counts)} / (time × shards)"
-    title = f"Efficiency: {formula}, of averages."
-    cells = [
-        [STEPS[step], batch_size, *(f"{100 * by_count[n]:.1f} %" if n in by_count else "-" for n in counts)]
-        for step, batch_size, by_count in efficiencies(rows, is_shared=is_shared)
-    ]
-    return f"{title}\n\n{table(('Step', 'Batch Size', *(f'{n} shards' for n in counts)), cells)}"
 
 
 def floor_table(rows: Sequence[dict[str, Any]]) -> str:

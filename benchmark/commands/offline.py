@@ -23,10 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import launch, options
-from benchmark.cost import offloading
-from benchmark.cost.ceilings import Ceilings, Gauge, describe
-from benchmark.cost.offloading import Measured, Streamed
-from benchmark.cost.roofline import ServedModel
+from benchmark.cost.devices import describe
+from benchmark.cost.roofline import Ceilings, ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES
 from benchmark.cost.step_times import Cost
 from benchmark.engine import schedules, shards
@@ -46,10 +44,14 @@ from benchmark.engine.jobs import (
     DEFAULT_BATCHES,
     PREFILL_TOKENS,
     Job,
+    Measured,
+    Streamed,
     check_schedules,
+    cost_of,
     drawn,
     planned_job,
     schedule_limits,
+    sizes_of,
 )
 from benchmark.engine.schedules import (
     DIAGONAL,
@@ -61,11 +63,9 @@ from benchmark.engine.schedules import (
     predicted,
     step_seconds,
 )
-from benchmark.report import pictures
 from benchmark.report.publishing import published
 from benchmark.result import (
     GIB,
-    BenchError,
     Result,
     RunContext,
     above_limit_notes,
@@ -81,11 +81,6 @@ from router.shards.client import ModelInfo, ShardedClient
 from router.text.tokenizer import ModelTokenizer
 
 SCHEDULES_RESULT = "schedules"  # what a result by schedules is called
-SWEEP = "offline-sweep"  # what a result of several numbers of prompts is called: `compare` knows none
-SEVERAL_NOTE = (
-    "All numbers of prompts ran on one server, the fewest first: its cache is that of the most, peaks only grow."
-)
-
 # --------------------------------------------------------------------------------------------------------- command line
 
 
@@ -96,8 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='JSON lines, each with "prompt" or "token_ids", and "max_new_tokens" where it differs from the option',
     )  # fmt: skip
     parser.add_argument(
-        "--num-prompts", type=options.positive, nargs="+", default=[32], metavar="N",
-        help="synthetic prompts (32); several numbers run one after the other on one server, in one report",
+        "--num-prompts", type=options.positive, default=32, metavar="N", help="synthetic prompts (32)",
     )  # fmt: skip
     parser.add_argument("--input-length", type=options.positive, default=100, help="tokens of a synthetic prompt (100)")
     parser.add_argument("--output-length", type=options.positive, default=100, help="generated tokens (100)")
@@ -111,8 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=options.not_negative, default=0, help="random seed of the synthetic prompts (0)")
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
-        help="folder for result.md, result.json and, with --schedule, timeline.png, the activity of link and layers; "
-        "with several --num-prompts throughput.png",
+        help="folder for result.md and result.json",
     )  # fmt: skip
     _add_schedules(parser.add_argument_group("schedules, compared on one server"))
     launch.add_server_arguments(parser)
@@ -150,7 +143,6 @@ def _add_schedules(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate for all prompts on a server that is started for it, and print the figures; 0. Raises BenchError."""
-    counts = _counts(args)
     check_schedules(args)
     prepare_output(args.output)
     with launch.model_for(args) as model:
@@ -162,28 +154,12 @@ def run(args: argparse.Namespace) -> int:
             args.weights_on_device = job.weights_on_device
             limits, measure = schedule_limits(job), partial(_measure_schedules, args, job)
         else:
-            parts = [prompts[:count] for count in counts] if len(counts) > 1 else [prompts]
-            limits, measure = _limits(args, prompts), partial(_measure, args, parts)
+            limits, measure = _limits(args, prompts), partial(_measure, args, prompts)
         with launch.running_server([*launch.launch_flags(args, model), *limits]) as server:
             shape = shards.shape_of(model.location)
             target = shards.MeasuredShards(server.sockets, model.name, shape, model.location, server)
             launch.run_interruptible(measure(target, server, tokenizer))
     return 0
-
-
-def _counts(args: argparse.Namespace) -> list[int]:
-    """The numbers of prompts in ascending order, because peaks of memory only grow; a single one stays a number.
-
-    Raises BenchError for several where there can be one.
-    """
-    counts = sorted(options.distinct(args.num_prompts))
-    args.num_prompts = counts if len(counts) > 1 else counts[0]
-    said = f"--num-prompts {' '.join(map(str, counts))}"
-    if len(counts) > 1 and args.prompts:
-        raise BenchError(f"{said} is for synthetic prompts, and --prompts names those there are: leave one of them out")
-    if len(counts) > 1 and args.schedule:
-        raise BenchError(f"{said} with --schedule: give one number there, and several of --num-gpu-batches")
-    return counts
 
 
 def _limits(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
@@ -203,69 +179,42 @@ def _limits(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
 
 async def _measure(
     args: argparse.Namespace,
-    parts: Sequence[Sequence[Prompt]],
+    prompts: Sequence[Prompt],
     target: shards.MeasuredShards,
     server: launch.Server,
     tokenizer: ModelTokenizer,
 ) -> None:
-    """Run the parts one after the other, in ascending order of their sizes."""
     async with shards.connect(target) as connected:
         info, floors = connected.info, shards.floors_of(target, connected.info)
-        served, gauge = floors.served, floors.gauge
-        counts, most = [len(part) for part in parts], parts[-1]
-        several: dict[str, Any] = {"num_prompts": counts} if len(counts) > 1 else {}
-        name = SWEEP if several else "offline"
-        result = Result(offline_context(name, args, target, info, most, **several), notes=_notes())
-        result.notes += [SEVERAL_NOTE] if several else []
+        gauge, tokens = floors.gauge, sum(prompt.max_new_tokens for prompt in prompts)
+        result = Result(offline_context("offline", args, target, info, prompts), notes=_notes())
         result.notes += [f"No floors: {floors.missing}."] if floors.missing else []
-        draw = partial(_draw, args) if several else None
-        stages = [Stage(f"{len(part)} prompts", sum(prompt.max_new_tokens for prompt in part)) for part in parts]
         with (
-            published(result, markdown, args.output, draw) as keep,
-            shown(f"{target.name}, offline", stages) as view,
+            published(result, markdown, args.output),
+            shown(f"{target.name}, offline", [Stage(f"{len(prompts)} prompts")]) as view,
             shards.causes_of(target),
         ):
             # What only a first request does, imports above all, is no part of what is measured.
-            limits, first = _router_limits(args, connected, 1), [warmup_prompt(most)]
+            limits, first = _router_limits(args, connected, 1), [warmup_prompt(prompts)]
             await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
-            num_notes = len(result.notes)
-            for part in view.each(parts):
-                limits = _router_limits(args, connected, len(part))
-                timed, row_list, ceilings = await _run(connected, tokenizer, limits, part, served, gauge, view)
-                widest = max(record.num_tokens for record in timed.records)
-                cache = limits.max_batch_total_tokens
-                sizes = measured_sizes(info, served, server.shard_pids(), cache_tokens=cache, widest_step=widest)
-                found = sizes | {"ceilings": ceilings}
-                if several:
-                    row_list = [{"num_prompts": len(part)} | row for row in row_list]
-                    found = {"runs": [*result.extra.get("runs", []), {"num_prompts": len(part)} | found]}
-                result.rows += row_list
-                result.extra |= found | launch.startup_of(server)
-                result.notes[num_notes:] = [describe(gauge.seen), *above_limit_notes(result.rows)] if gauge else []
-                keep()
-
-
-async def _run(
-    connected: shards.ConnectedShards,
-    tokenizer: ModelTokenizer,
-    limits: Limits,
-    prompts: Sequence[Prompt],
-    served: ServedModel | None,
-    gauge: Gauge | None,
-    view: Progress,
-) -> tuple[TimedShards, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Generate for the prompts: the steps that were taken, the rows, and the ceilings before and after."""
-    tokens = sum(prompt.max_new_tokens for prompt in prompts)
-    timed = TimedShards(connected.shards, served, came=lambda n: view.advance(n / tokens))
-    before = None if gauge is None else gauge.measure()
-    started = time.perf_counter()
-    await generate(timed, tokenizer, limits, prompts, connected.info.decoder_start)
-    seconds = time.perf_counter() - started
-    if gauge is None or before is None:
-        return timed, rows(timed.records, seconds, None, started), []
-    after = gauge.measure()
-    found = rows(timed.records, seconds, before.best_of(after), started)
-    return timed, found, [asdict(before), asdict(after)]
+            view.begin()
+            limits = _router_limits(args, connected, len(prompts))
+            timed = TimedShards(connected.shards, floors.served, came=lambda n: view.advance(n / tokens))
+            ceilings = [] if gauge is None else [gauge.measure()]
+            started = time.perf_counter()
+            await generate(timed, tokenizer, limits, prompts, info.decoder_start)
+            seconds = time.perf_counter() - started
+            ceilings += [] if gauge is None else [gauge.measure()]
+            best = ceilings[0].best_of(ceilings[1]) if ceilings else None
+            result.rows = rows(timed.records, seconds, best, started)
+            widest = max(record.num_tokens for record in timed.records)
+            cache = limits.max_batch_total_tokens
+            result.extra = {
+                **measured_sizes(info, floors.served, server.shard_pids(), cache_tokens=cache, widest_step=widest),
+                "ceilings": [asdict(one) for one in ceilings],
+                **launch.startup_of(server),
+            }
+            result.notes += [describe(gauge.seen), *above_limit_notes(result.rows)] if gauge else []
 
 
 def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, num_prompts: int) -> Limits:
@@ -353,20 +302,16 @@ def markdown(result: Result) -> str:
     if result.context.command == SCHEDULES_RESULT:
         tables = [_schedule_table(result.rows), _size_table({_label(row): row for row in result.rows})]
     else:
-        runs = result.extra.get("runs") or [result.extra]
-        sizes = {f"{run['num_prompts']} prompts" if "num_prompts" in run else "all": run for run in runs if run}
-        tables = [_step_table(result.rows), _size_table(sizes)]
+        tables = [_step_table(result.rows), _size_table({"all": result.extra} if result.extra else {})]
     return "\n\n".join([*tables, footer(result)])
 
 
 def _step_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Prefill, decode and total of each number of prompts."""
-    is_sweep = any("num_prompts" in row for row in rows)
+    """Prefill, decode and total."""
     limit = next((row["limit"] for row in rows if row["limit"]), "not known")
     headings = ("Step", "Tokens", "Latency s", "Token/s", "Floor s", f"% of limit ({limit})")
     cells = [
         [
-            *([row["num_prompts"]] if is_sweep else []),
             row["step"],
             row["tokens"],
             *(_number(row[key]) for key in ("latency_s", "tokens_per_second", "floor_s")),
@@ -374,7 +319,7 @@ def _step_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table((*(["Prompts"] if is_sweep else []), *headings), cells)
+    return table(headings, cells)
 
 
 def _schedule_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -416,26 +361,6 @@ def _gib(num_bytes: int | None) -> str:
     return _number(None if num_bytes is None else num_bytes / GIB)
 
 
-def _draw(args: argparse.Namespace, result: Result, folder: Path) -> list[pictures.Picture]:
-    """Throughputs over the number of prompts, and what share of the limit they were. Raises BenchError."""
-    panels = []
-    for title, label, key in (
-        ("Throughput", "Tokens/s", "tokens_per_second"),
-        ("Of the limit", "%", "percent_of_limit"),
-    ):
-        kinds = KINDS[1:] if key == "tokens_per_second" else KINDS  # a prefill's rate dwarfs the others
-        lines = {
-            kind.capitalize(): [
-                (row["num_prompts"], row[key]) for row in result.rows if row["step"] == kind and row[key] is not None
-            ]
-            for kind in kinds
-        }
-        panels.append(pictures.Panel(title, "Prompts", label, lines))
-    context = result.context
-    about = f"{context.model} on {context.machine}; {args.input_length} in, {args.output_length} out"
-    return [pictures.plot_panels(panels, "Prompts through the engine, without HTTP", folder / "throughput.png", about)]
-
-
 # ------------------------------------------------------------------------------------------------------------ schedules
 
 
@@ -447,17 +372,11 @@ async def _measure_schedules(
         context = offline_context(SCHEDULES_RESULT, args, target, info, job.prompts, cut_output_length=job.cut)
         result = Result(context, notes=[*job.notes, *schedule_notes(info, job.measured)])
         result.extra = launch.startup_of(server)
-        done: dict[Policy, tuple[dict[str, Any], pictures.Timeline]] = {}
-
-        def draw(_: Result, folder: Path) -> list[pictures.Picture]:
-            timelines = [done[policy][1] for policy in job.policies if policy in done]
-            has_reads = any(one.reads for one in timelines)
-            return [pictures.draw_timelines(timelines, folder / "timeline.png")] if has_reads else []
-
+        done: dict[Policy, dict[str, Any]] = {}
         in_order = sorted(job.policies, key=lambda one: _kv_blocks(job, one))  # peaks of memory grow with it
         names = [f"{one.schedule}, {one.num_gpu_batches} × {one.gpu_batch_size} sequences" for one in in_order]
         with (
-            published(result, markdown, args.output, draw) as keep,
+            published(result, markdown, args.output) as keep,
             shown(f"{target.name}, by schedules", [Stage(name) for name in names]) as view,
             shards.causes_of(target),
         ):
@@ -465,9 +384,8 @@ async def _measure_schedules(
             limits, first = _limits_of(job, in_order[0], info), [warmup_prompt(job.run_prompts)]
             await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
             for policy in view.each(in_order):
-                row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target, view)
-                done[policy] = (row, times)
-                result.rows[:] = [done[one][0] for one in job.policies if one in done]
+                done[policy] = await _run_policy(args, job, policy, connected, server, tokenizer, target, view)
+                result.rows[:] = [done[one] for one in job.policies if one in done]
                 keep()
 
 
@@ -480,7 +398,7 @@ async def _run_policy(
     tokenizer: ModelTokenizer,
     target: shards.MeasuredShards,
     view: Progress,
-) -> tuple[dict[str, Any], pictures.Timeline]:
+) -> dict[str, Any]:
     info, client = connected.info, connected.shards
     assert isinstance(client, ShardedClient)
     prompts, served = job.run_prompts, shards.served_model(target, info)
@@ -506,11 +424,7 @@ async def _run_policy(
         foreseen = None if foreseen is None else foreseen.projected(job.cut, whole)
     sizes = schedule_sizes(policy, job.prompts, info, served, timed.records, server.shard_pids())
     row = schedule_row(policy, phases, foreseen, sizes, is_projected=job.cut is not None)
-    row |= _level(plan, timed.records, cost)
-    row |= streamed_figures(times, began, ended)
-    name = f"{policy.schedule}, n = {policy.num_gpu_batches}"
-    ends = [record.answered_at for record in timed.records]
-    return row, pictures.Timeline(name, began, ended, ends, times.reads, times.computed)
+    return row | _level(plan, timed.records, cost) | streamed_figures(times, began, ended)
 
 
 def _kv_blocks(job: Job, policy: Policy) -> int:
@@ -534,7 +448,7 @@ def _cost(
     if job.measured is None or served is None or args.stop_at_eos:
         return None
     bytes_per_step = float(streamed.pass_bytes * info.world_size)
-    return StreamedCost(offloading.cost_of(offloading.sizes_of(served), job.measured.rates, bytes_per_step))
+    return StreamedCost(cost_of(sizes_of(served), job.measured.rates, bytes_per_step))
 
 
 def _level(plan: schedules.DiagonalPlan | None, records: Sequence[StepRecord], cost: Cost | None) -> dict[str, Any]:

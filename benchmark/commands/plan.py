@@ -16,15 +16,23 @@ from typing import Any
 
 from benchmark import options
 from benchmark.cost import roofline, shapes
-from benchmark.cost.ceilings import MEASURED, Probe, describe
-from benchmark.cost.devices import DEVICES, RESERVED_BYTES, Capacity, DatasheetDevice, least_capacity, stored_as
-from benchmark.cost.roofline import BytesAndFlops, Pipeline, ServedModel, mean_context, pipeline
+from benchmark.cost.devices import (
+    DEVICES,
+    RESERVED_BYTES,
+    Capacity,
+    DatasheetDevice,
+    Probe,
+    describe,
+    least_capacity,
+    stored_as,
+)
+from benchmark.cost.roofline import MEASURED, BytesAndFlops, Pipeline, ServedModel, mean_context, pipeline
 from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepWork, measured_steps
 from benchmark.launch import free_host_bytes
 from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from router.scheduling.queue import blocks_for
-from server.quant import sizes
+from server.quantisation import sizes
 
 THIS = "this"
 
@@ -117,12 +125,7 @@ def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     threads = torch.get_num_threads()
     weights = int(served.step_weight_bytes())
     probe = Probe(
-        name,
-        served.dtype,
-        threads=threads,
-        num_devices=1,
-        step_weight_bytes=weights,
-        product_kind=served.product_kind,
+        name, served.dtype, threads=threads, num_devices=1, step_weight_bytes=weights, product_kind=served.product_kind
     )
     for _ in range(3):
         probe.measure()

@@ -25,7 +25,7 @@ from benchmark.cost.devices import DEVICES
 from benchmark.cost.step_times import EFFICIENCY
 from benchmark.fleet import traffic
 from benchmark.fleet.capacity import REPLICAS, REQUESTS_PER_REPLICA, Run, Setting
-from benchmark.fleet.pools import (
+from benchmark.fleet.fleet import (
     Pool,
     ReplicaModel,
     add_fleet_arguments,
@@ -45,7 +45,7 @@ from router.config import RouterConfig
 from router.scheduling.balancing import ALIASES, POLICIES
 from router.scheduling.limits import Limits, Room, resolve
 from router.scheduling.queue import blocks_for
-from server.quant import sizes
+from server.quantisation import sizes
 
 # The router's settings that decide who runs when; their defaults, bounds and help are `RouterConfig`'s.
 LIMITS = (
@@ -215,11 +215,9 @@ def run(args: argparse.Namespace) -> int:
     is_prefixed = has_prefixes(args, trace)
     replica.check(cases, has_prefixes=is_prefixed)
 
-    def limits_of(values: Mapping[str, Any], replica: ReplicaModel) -> Limits:
-        return _limits(args, values, cases, replica, trace, has_prefixes=is_prefixed)
-
     def pools(values: Mapping[str, Any], count: int) -> Sequence[Pool]:
-        return pools_of(args, replica, {**values, REPLICAS: count}, partial(limits_of, values), trace)
+        limits = _limits(args, values, cases, replica, trace, has_prefixes=is_prefixed)
+        return pools_of(args, replica, limits, count)
 
     plans = [(Setting(values, partial(pools, values)), Run(args, case, trace)) for values in settings for case in cases]
     result = Result(_context(args, replica, cases), notes=[*_notes(args, replica), *_told(told), *remarks(measured)])

@@ -1,6 +1,6 @@
 """The least time that a step can take: bytes that must move, operations that must be done, and what ranks must tell.
 
-The arithmetic is pure; how fast a device can do both is in `ceilings.py` and `devices.py`. Left out of a floor,
+The arithmetic is pure; how fast a device can do both is in `devices.py`. Left out of a floor,
 because a perfect server could hide them: activations, the sampler and launches.
 
 A step that computes `t` tokens, which together attend to `k` keys, reads `r` tokens' keys and values from the cache
@@ -47,11 +47,37 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from benchmark import options
-from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.shapes import DTYPE_BYTES, ModelShape
 from benchmark.result import BenchError
 from router.config import MOST_MICRO_BATCHES
 from server.arch.spec import ArchSpec, Residual
+
+MEASURED, DATA_SHEET = "measured", "data sheet"  # where ceilings come from: what a share of the limit is a share of
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one device can do at best. Ranks that share a device share its ceilings."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    num_devices: int = 1
+    ops_8_per_second: float = 0.0  # of products in 8 bits; 0: as fast as the others
+    source: str = MEASURED
+
+    @property
+    def eight_bit_share(self) -> float:
+        """How long an operation in 8 bits takes, as a share of one in the model's dtype, which could stand for it."""
+        return min(1.0, self.flops_per_second / self.ops_8_per_second) if self.ops_8_per_second else 1.0
+
+    def best_of(self, other: Ceilings) -> Ceilings:
+        """The higher of both in each figure."""
+        return replace(
+            self,
+            bytes_per_second=max(self.bytes_per_second, other.bytes_per_second),
+            flops_per_second=max(self.flops_per_second, other.flops_per_second),
+            ops_8_per_second=max(self.ops_8_per_second, other.ops_8_per_second),
+        )
 
 
 @dataclass(frozen=True)

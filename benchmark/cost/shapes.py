@@ -20,10 +20,10 @@ from server.arch import families
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
 from server.arch.stages import stages_of
-from server.checkpoint.quantize_config import with_file
+from server.checkpoint.files import with_quantisation
 from server.offload.cost import share_read
-from server.quant import sizes
-from server.quant.sizes import Storage
+from server.quantisation import sizes
+from server.quantisation.sizes import Storage
 
 FOLDER = Path(__file__).with_name("shapes")
 BLOCK_SIZE = 16  # tokens in a block of the KV cache, as on our shards; a cache is made of whole blocks
@@ -330,7 +330,7 @@ def find(name_or_path: str) -> NamedShape:
             f"of {', '.join(names())}"
         )
     try:
-        config = with_file(path.parent, _read(path))
+        config = with_quantisation(path.parent, _read(path))
     except ValueError as error:
         raise BenchError(str(error)) from None
     return NamedShape(name, config, from_config(config, str(path)))

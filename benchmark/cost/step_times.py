@@ -27,8 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.roofline import BytesAndFlops, Piece, ServedModel, Sums, mean_context
+from benchmark.cost.roofline import BytesAndFlops, Ceilings, Piece, ServedModel, Sums, mean_context
 from benchmark.result import BenchError
 from server.offload.cost import share_read
 

@@ -103,10 +103,9 @@ def _prompt(line: Any, default_length: int, tokenizer: ModelTokenizer) -> Prompt
 
 
 def synthetic_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
-    """`--num-prompts` prompts of random token ids, the most of several; the same seed gives the same ids."""
+    """`--num-prompts` prompts of random token ids; the same seed gives the same ids."""
     size = tokenizer.tokenizer.get_vocab_size()
-    count = args.num_prompts if isinstance(args.num_prompts, int) else max(args.num_prompts)
-    drawn = random_prompts(count, args.input_length, size, args.seed)
+    drawn = random_prompts(args.num_prompts, args.input_length, size, args.seed)
     return [Prompt(token_ids, args.output_length) for token_ids in drawn]
 
 

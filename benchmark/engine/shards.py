@@ -30,8 +30,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Gauge, Probe
-from benchmark.cost.devices import DataSheet, known
+from benchmark.cost.devices import DataSheet, Gauge, Probe, known
 from benchmark.cost.roofline import ServedModel
 from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
 from benchmark.result import BenchError, SampleSummary, table

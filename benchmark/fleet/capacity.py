@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.fleet import traffic
-from benchmark.fleet.fleet import Fleet
-from benchmark.fleet.pools import LEAST_REQUESTS, Pool, conditions_of, least_replicas, prefixed
+from benchmark.fleet.fleet import LEAST_REQUESTS, Fleet, Pool, conditions_of, least_replicas, prefixed
 from benchmark.fleet.prediction import figures, times
 from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import NEVER, Case, OpenLoop, Request, Traffic
@@ -59,7 +58,7 @@ class Run:
             if not tally.e2e:
                 raise BenchError(
                     f"none of {tally.num_requests} requests was answered, {tally.num_refused} were refused: give more "
-                    "--replicas, --retries or a larger --max-concurrent-requests"
+                    "--replicas or a larger --max-concurrent-requests"
                 )
             return self._row(setting, pools, tally, verdict)
         least = least_replicas(self.args)

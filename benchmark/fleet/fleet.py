@@ -1,46 +1,336 @@
-"""A fleet of replicas in virtual time: who gets which request, and what befalls the replicas meanwhile.
+"""A fleet of replicas in virtual time: what it is made of, who gets which request, and what lies between the replicas.
 
-Three sources of events, of which the earliest is next: replies of replicas that compute, timers (transfers, retries,
-failures, restarts), and arrivals. The work per event does not grow with the fleet but for what
-a policy does itself.
+How long the steps of a replica take and how many tokens it can hold comes from a shape on a device's data sheet, or
+from `latency` results. Three sources of events, of which the earliest is next: replies of replicas that compute, timers
+(delays, transfers), and arrivals. The work per event does not grow with the fleet but for what a policy does itself.
 
-A request that is lost with its replica, or refused, is sent again whole, after a back-off; its times go on counting
-from its first sending. A replica that fails or restarts comes back with an empty prefix cache. Where prompts and
-answers have replicas of their own, the first gives the first token, and keys and values then take their time to the
-second, which computes what no full block holds.
+Where prompts and answers have replicas of their own, the first gives the first token, and keys and values then take
+their time to the second, which computes what no full block holds. Left out: encoder-decoders, replicas that fail, and
+requests that are sent again. Times are in seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import heapq
 import itertools
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from random import Random
+from typing import Any, Literal
 
-from benchmark.fleet.pools import Conditions, Pool, Slowed, check_pools
+from benchmark import options
+from benchmark.cost import shapes
+from benchmark.cost.devices import DEVICES, capacity, stored_as
+from benchmark.cost.roofline import ServedModel
+from benchmark.cost.shapes import BLOCK_SIZE
+from benchmark.cost.step_times import Cost, Fitted, Fixed, Roofline, fit, read_latency
 from benchmark.fleet.replica import Replica, SharedNames, Simulated, Tally
-from benchmark.fleet.traffic import NEVER, Request, Traffic
+from benchmark.fleet.traffic import NEVER, Case, ClosedLoop, OpenLoop, Request, Traffic
+from benchmark.result import BenchError
+from router.config import RouterConfig
 from router.scheduling.balancing import Balancer
+from router.scheduling.limits import Limits, derive_lengths, useful_tokens
 from router.scheduling.request import ValidRequest
+
+Role = Literal["both", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Replicas of one kind."""
+
+    limits: Limits
+    cost: Cost
+    num_replicas: int
+    role: Role = "both"
+    price: float = 0.0  # of a replica, for an hour
+    kv_bytes: float = 0.0  # of a prompt's token, which go from a prefill replica to one that decodes
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What lies between clients and replicas."""
+
+    delay_s: float = 0.0  # of every sending: between clients and a replica's steps, there and back
+    link_bytes: float = 50e9  # a second, between a prefill replica and one that decodes
+    link_s: float = 0.002  # of any such transfer
+    affinity_tokens: int = 512  # the beginning of a prompt that `prefix-affine` goes by
+    seed: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------- what a replica is
+
+
+@dataclass(frozen=True)
+class ReplicaModel:
+    """What is simulated: its step times, and how it is named in the report."""
+
+    cost: Roofline | Fitted | Fixed
+    model: str
+    device: str
+    dtype: str
+    num_shard: int
+    quantize: str | None
+    note: str
+    kv_tokens: Callable[[RouterConfig], int]  # that the server would infer
+
+    def check(self, cases: Sequence[Case], *, has_prefixes: bool) -> None:
+        """Raise BenchError for work of which the step times say nothing. has_prefixes: beginnings are found cached."""
+        if not isinstance(self.cost, Fitted) or self.cost.only is None:
+            return
+        if has_prefixes:
+            raise BenchError(
+                "--cost is of one --sequence-length, whose prompts were computed whole, and what is left of a prompt "
+                "behind a cached beginning looks at more keys: give another result, too, measured with another "
+                "--sequence-length, or --no-prefix-cache"
+            )
+        for case in cases:
+            self.cost.check(case.mean.input_length, case.mean.output_length)
+            if case.distribution != "fixed":
+                raise BenchError(
+                    f"--cost is of one --sequence-length, and lengths are {case.distribution}: give another result, "
+                    "too, measured with another --sequence-length"
+                )
+
+
+def replica_model(args: argparse.Namespace) -> ReplicaModel:
+    """What the arguments describe by either a shape or latency results. Raises BenchError."""
+    if args.step_ms is not None:
+        return _paced(args)
+    return _fitted(args) if args.shape is None else _on_device(args)
+
+
+def _paced(args: argparse.Namespace) -> ReplicaModel:
+    """The null model with these flags."""
+    return ReplicaModel(
+        cost=Fixed((args.step_ms + args.overhead_ms) / 1000, args.token_us / 1e6),
+        model="null",
+        device="cpu",
+        dtype="float32",
+        num_shard=1,
+        quantize=None,
+        note=f"Steps: {args.step_ms + args.overhead_ms:g} ms, and {args.token_us:g} us for each prompt token.",
+        kv_tokens=_useful_tokens,
+    )
+
+
+def _on_device(args: argparse.Namespace) -> ReplicaModel:
+    named, device = shapes.find(args.shape), DEVICES[args.device]
+    if named.shape.spec.encoder is not None:
+        raise BenchError(f"{named.name} is an encoder-decoder, which the simulator does not know: take a decoder")
+    quantize = stored_as(named, args.quantize)
+    dtype = args.dtype or named.shape.dtype
+    served = ServedModel(named.shape, dtype, quantize, args.kv_cache_dtype, ranks=args.num_shard)
+    cost = Roofline.of(served, device.ceilings(served), args.efficiency, args.overhead_ms / 1000, device.sums(served))
+
+    def kv_tokens(config: RouterConfig) -> int:
+        found = capacity(
+            served,
+            device,
+            args.num_shard,
+            argparse.Namespace(
+                max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+                max_concurrent_requests=config.max_concurrent_requests,
+                max_total_tokens=config.max_total_tokens,
+            ),
+        )
+        if found.problem:
+            raise BenchError(f"{named.name} on {args.device}: {found.problem}")
+        return found.max_batch_total_tokens
+
+    return ReplicaModel(
+        cost=cost,
+        model=named.name,
+        device=args.device,
+        dtype=served.dtype,
+        num_shard=args.num_shard,
+        quantize=served.quantize,
+        note=f"Steps: {100 * args.efficiency:g} % of what {args.num_shard} x {args.device} could do at best "
+        f"(docs/benchmarking.md), and {args.overhead_ms:g} ms.",
+        kv_tokens=kv_tokens,
+    )
+
+
+def _fitted(args: argparse.Namespace) -> ReplicaModel:
+    results = [read_latency(path) for path in args.cost]
+    first = results[0]
+    if len(models := {result["model"] for result in results}) > 1:
+        raise BenchError(f"--cost has results of {len(models)} models, {', '.join(sorted(models))}: give those of one")
+    cost = fit(results, args.overhead_ms / 1000)
+    return ReplicaModel(
+        cost=cost,
+        model=first["model"],
+        device=first["device"],
+        dtype=first["dtype"],
+        num_shard=first["num_shard"],
+        quantize=first["quantize"],
+        note=_fit_note(cost, len(results)),
+        kv_tokens=_useful_tokens,
+    )
+
+
+def _useful_tokens(config: RouterConfig) -> int:
+    lengths = derive_lengths(config, 0, has_encoder=False)
+    return useful_tokens(config, lengths, block_size=BLOCK_SIZE, has_encoder=False)
+
+
+def _fit_note(cost: Fitted, num_results: int) -> str:
+    context = (
+        f"{cost.context_ms * 1e6:.3g} ns for each key that a decoding sequence looks at"
+        if cost.only is None
+        else f"for {cost.only[0]} tokens in and {cost.only[1]} out alone"
+    )
+    return (
+        f"Steps: fitted to {num_results} latency result{'s' if num_results > 1 else ''}; {cost.base_ms:.2f} ms for an "
+        f"empty step, shared by prompts and decoding; {context}; and {1000 * cost.overhead_s:g} ms. Memory is taken "
+        "to be enough for max_concurrent_requests of the longest length, unless max_batch_total_tokens is given."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+LEAST_REQUESTS = 2000  # of which a p99 leaves 20
+
+
+_positive = options.number(above=0)
+_not_negative = options.number(at_least=0)
+
+
+def add_fleet_arguments(group: argparse._ArgumentGroup) -> None:
+    """Declare the options of fleets."""
+    group.add_argument("--prefix-length", type=options.positive, metavar="N", help="tokens of a shared prefix")
+    group.add_argument(
+        "--prefixes", type=options.positive, default=1, metavar="N", help="number of different shared prefixes (1)"
+    )
+    group.add_argument("--no-prefix-cache", action="store_true", help="no prefix cache: compute every prompt whole")
+    group.add_argument(
+        "--affinity-tokens", type=options.positive, default=512, metavar="N",
+        help="tokens of the prefix that --dispatch prefix-affine compares (512)",
+    )  # fmt: skip
+    group.add_argument(
+        "--prefill-share", type=options.number(above=0, at_most=1), metavar="S",
+        help="share of the replicas that only prefill; the others decode",
+    )  # fmt: skip
+    group.add_argument("--kv-link-gbit", type=_positive, default=400.0, metavar="G", help="Gbit/s between both (400)")
+    group.add_argument(
+        "--delay-ms", type=_not_negative, default=0.0, metavar="MS",
+        help="round trip between clients and steps (network, HTTP, balancer), part of every TTFT (0)",
+    )  # fmt: skip
+    group.add_argument("--price-per-hour", type=_not_negative, default=0.0, metavar="P", help="price of a replica (0)")
+    group.add_argument(
+        "--fewest-replicas", type=options.positive, metavar="MAX",
+        help="find the fewest replicas, at most MAX, that keep up, meet both objectives at p99 and refuse nothing",
+    )  # fmt: skip
+
+
+def complete_fleet(args: argparse.Namespace) -> None:
+    """Refuse what contradicts itself. Raises BenchError."""
+    if args.trace is not None and args.prefix_length:
+        raise BenchError("--trace brings its own prompts: leave out --prefix-length")
+    if args.prefix_length and (args.input_length or [100])[0] <= args.prefix_length:
+        raise BenchError(
+            f"--prefix-length is {args.prefix_length} but --input-length is {(args.input_length or [100])[0]}: a "
+            "prompt contains its prefix, so give a shorter one"
+        )
+    if args.fewest_replicas and args.ttft_objective is args.tpot_objective is None:
+        raise BenchError("--fewest-replicas needs --ttft-objective, --tpot-objective or both, in ms")
+    if args.fewest_replicas and args.num_requests and args.num_requests < LEAST_REQUESTS:
+        raise BenchError(
+            f"--num-requests is {args.num_requests}, and fewer than {LEAST_REQUESTS} do not tell whether a fleet keeps "
+            "up: leave it out, so that there are as many as that takes"
+        )
+
+
+def conditions_of(args: argparse.Namespace) -> Conditions:
+    """What lies between clients and replicas."""
+    return Conditions(
+        delay_s=args.delay_ms / 1000,
+        link_bytes=args.kv_link_gbit * 1e9 / 8,
+        affinity_tokens=args.affinity_tokens,
+        seed=args.seed,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- pools
+
+
+def pools_of(args: argparse.Namespace, replica: ReplicaModel, limits: Limits, count: int) -> list[Pool]:
+    """One pool of so many replicas, or one that computes prompts and one that decodes. Raises BenchError."""
+    kv_bytes = replica.cost.kv_bytes_per_token if isinstance(replica.cost, Roofline) else 0.0
+    pool = Pool(limits, replica.cost, count, price=args.price_per_hour, kv_bytes=kv_bytes)
+    if args.prefill_share is None:
+        return [pool]
+    prompts = max(1, round(args.prefill_share * count))
+    if args.fewest_replicas:
+        prompts = min(prompts, count - 1)
+    if prompts >= count:
+        raise BenchError(
+            f"--prefill-share {args.prefill_share:g} of {count} replicas leaves none to decode: give a smaller share "
+            "or more --replicas"
+        )
+    return [
+        replace(pool, role="prefill", num_replicas=prompts),
+        replace(pool, role="decode", num_replicas=count - prompts),
+    ]
+
+
+def least_replicas(args: argparse.Namespace) -> int:
+    """Of any fleet that is tried."""
+    return 1 if args.prefill_share is None else 2
+
+
+# ------------------------------------------------------------------------------------------------------------- prefixes
+
+
+def has_prefixes(args: argparse.Namespace, trace: Sequence[Request] | None) -> bool:
+    """Whether the prefix cache has something to find, and is not turned off."""
+    return not args.no_prefix_cache and bool(args.prefix_length or any(one.hashes for one in trace or ()))
+
+
+class Prefixed:
+    """Traffic whose prompts begin with one of several beginnings, each as likely as the others."""
+
+    def __init__(self, traffic: OpenLoop | ClosedLoop, length: int, count: int, random: Random) -> None:
+        self._length, self._count, self._random = length, count, random
+        self._traffic = traffic
+        self.next_at, self.ended, self.refused = traffic.next_at, traffic.ended, traffic.refused
+
+    def take(self) -> Request:
+        """The next request, with its beginning."""
+        prefix = int(self._random.random() * self._count)
+        return self._traffic.take()._replace(hashes=(prefix,), hash_tokens=self._length)
+
+
+def prefixed(traffic: Any, args: argparse.Namespace) -> Any:
+    """The traffic with the beginnings that are asked for."""
+    if not args.prefix_length:
+        return traffic
+    return Prefixed(traffic, args.prefix_length, args.prefixes, Random(f"prefixes {args.seed}"))
+
+
+# ------------------------------------------------------------------------------------------------------------ the fleet
 
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """A place for a replica, which may start and fail."""
+    """A replica with its place."""
 
     index: int  # in the fleet
     pool: Pool
-    balancer: Balancer
+    side: _Side
     number: int  # in its balancer
     replica: Replica
-    is_up: bool = False
-    life: int = 0  # how often it was started
-    emptied: Callable[[float], None] | None = None  # what happens when it is empty
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """Replicas that do the same."""
+
+    balancer: Balancer
+    units: list[_Unit]
 
 
 class Fleet:
@@ -54,32 +344,29 @@ class Fleet:
         policy: str = "power-of-two",
         tally: Tally | None = None,
     ) -> None:
-        """Raises ValueError for pools that cannot serve together, and a policy that does not exist."""
-        check_pools(list(pools))
+        """pools: one, or one that computes prompts and one that decodes. Raises ValueError for no such policy."""
         self.tally = tally or Tally()
         self._traffic = traffic
         self._conditions = conditions
-        self._random = Random(conditions.seed)
-        self._faults = Random(f"faults {conditions.seed}")  # so that a policy's draws do not change who fails
         self._ids = itertools.count(1)
         self._names = SharedNames()
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_ids = itertools.count()
         self._replies: list[tuple[float, int]] = []  # when each unit that computes has its next reply
-        self._num_on_their_way = 0  # requests that no replica has: they will be sent again, or their blocks move
         self._units: list[_Unit] = []
-        self._fronts: dict[str | None, Balancer] = {}
-        self._backs: dict[str | None, Balancer] = {}
-        self._by_number: dict[int, list[_Unit]] = {}
+        random = Random(conditions.seed)
+        sides = {role: _Side(Balancer(policy, random), []) for role in dict.fromkeys(pool.role for pool in pools)}
         for pool in pools:
-            side = self._backs if pool.role == "decode" else self._fronts
-            balancer = side.setdefault(pool.model, Balancer(policy, self._random))
             for _ in range(pool.num_replicas):
-                self._up(self._added(pool, balancer), 0.0)
-        for at in conditions.failures_at:
-            self._at(at, self._fail_any)
-        for at in conditions.restarts_at:
-            self._at(at, self._restart_all)
+                self._add(pool, sides[pool.role])
+        self._front, self._back = sides.get("both") or sides["prefill"], sides.get("decode")
+
+    def _add(self, pool: Pool, side: _Side) -> None:
+        number = side.balancer.add()
+        unit = _Unit(len(self._units), pool, side, number, Replica(pool.limits, pool.cost, self.tally))
+        self._units.append(unit)
+        side.units.append(unit)
+        side.balancer.up(number)
 
     def run(self) -> Tally:
         """Run the traffic to its end."""
@@ -95,7 +382,7 @@ class Fleet:
         while True:
             arrival_at = traffic.next_at()
             reply_at = replies[0][0] if replies else NEVER
-            if timers and timers[0][0] < min(arrival_at, reply_at) and self._goes_on(arrival_at):
+            if timers and timers[0][0] < min(arrival_at, reply_at):
                 now, _, happen = heapq.heappop(timers)
                 happen(now)
             elif replies and reply_at <= arrival_at:  # of one moment the reply is first: the loop plans before it reads
@@ -107,49 +394,31 @@ class Fleet:
             else:
                 break
 
-    def _goes_on(self, arrival_at: float) -> bool:
-        return arrival_at < NEVER or bool(self._replies) or self._num_on_their_way > 0
-
     def _at(self, when: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._timers, (when, next(self._timer_ids), happen))
 
-    def _entry(self, request: Request, arrived_at: float | None = None, attempt: int = 0) -> Simulated:
+    def _entry(self, request: Request) -> Simulated:
         valid = ValidRequest(range(request.input_length), request.max_new_tokens)
-        arrived = request.arrives_at if arrived_at is None else arrived_at
         return Simulated(
-            next(self._ids), valid, output_length=request.output_length, arrived_at=arrived, asked=request,
-            attempt=attempt, names=self._names,
+            next(self._ids), valid, output_length=request.output_length, arrived_at=request.arrives_at, asked=request,
+            names=self._names,
         )  # fmt: skip
-
-    # ------------------------------------------------------------------------------------------------- requests
 
     def _send(self, entry: Simulated, now: float) -> None:
         """Have a request dispatched, once all that lies between it and the replicas has had its time."""
-        if not self._conditions.delay_s:
+        if self._conditions.delay_s:
+            self._at(now + self._conditions.delay_s, lambda then: self._dispatch(entry, then))
+        else:
             self._dispatch(entry, now)
-            return
-        self._num_on_their_way += 1
-
-        def arrive(then: float) -> None:
-            self._num_on_their_way -= 1
-            self._dispatch(entry, then)
-
-        self._at(now + self._conditions.delay_s, arrive)
 
     def _dispatch(self, entry: Simulated, now: float) -> None:
-        """Send a request to a replica that takes its model."""
         asked = entry.asked
         assert asked is not None
-        model = asked.model if asked.model in self._fronts else None
-        if model in self._backs and entry.output_length > 1:
+        if self._back is not None and entry.output_length > 1:
             entry.ask(ValidRequest(entry.request.token_ids, 1))
             entry.output_length, entry.is_first_leg = 1, True
-        front = self._fronts.get(model)
-        number = None if front is None else front.send(entry.request.size().tokens, self._prefix(asked))
-        if front is None or number is None:
-            self._again(entry, now)
-        else:
-            self._give(self._by_number[id(front)][number], entry, now)
+        if not self._give(self._front, entry, now, self._prefix(asked)):
+            self._refuse(now)
 
     def _prefix(self, asked: Request) -> int | None:
         if not asked.hashes:
@@ -157,170 +426,59 @@ class Fleet:
         depth = max(1, self._conditions.affinity_tokens // asked.hash_tokens)
         return asked.hashes[min(depth, len(asked.hashes)) - 1]
 
-    def _give(self, unit: _Unit, entry: Simulated, now: float) -> None:
+    def _give(self, side: _Side, entry: Simulated, now: float, prefix: int | None = None) -> bool:
+        """Give a request to the replica that the policy says; False where that is full."""
+        tokens = entry.request.size().tokens
+        number = side.balancer.send(tokens, prefix)
+        assert number is not None, "every replica is up"
+        unit = side.units[number]
         if unit.replica.is_full:
-            unit.balancer.done(unit.number, entry.request.size().tokens)
-            self._again(entry, now)
-            return
+            side.balancer.done(number, tokens)
+            return False
         was_idle = unit.replica.next_reply_at == NEVER
-        entry.replica = unit.index
         if entry.began_at is None:
             unit.replica.submit(entry, now)
         else:
             unit.replica.receive(entry, now)
         if was_idle:
-            heapq.heappush(self._replies, (unit.replica.next_reply_at, entry.replica))
+            heapq.heappush(self._replies, (unit.replica.next_reply_at, unit.index))
+        return True
 
-    def _again(self, entry: Simulated, now: float) -> None:
-        """Send a request again, after a while that grows each time; or never, when it was sent often enough."""
-        asked, conditions = entry.asked, self._conditions
-        assert asked is not None
-        if entry.attempt >= conditions.retries:
-            self.tally.num_refused += 1
-            self._traffic.refused(now)
-            return
-        self.tally.num_retried += 1
-        self._num_on_their_way += 1
-        delay = conditions.backoff_s * 2**entry.attempt * (0.5 + self._faults.random())
-        again = self._entry(asked, entry.arrived_at, entry.attempt + 1)
-
-        def send(then: float) -> None:
-            self._num_on_their_way -= 1
-            self._send(again, then)
-
-        self._at(now + delay, send)
+    def _refuse(self, now: float) -> None:
+        self.tally.num_refused += 1
+        self._traffic.refused(now)
 
     def _reply(self, now: float, unit: _Unit) -> None:
-        """Take a reply, unless it is that of a replica that has failed since."""
-        replica, replies = unit.replica, self._replies
-        if replica.next_reply_at != now:
-            heapq.heappop(replies)
-            return
-        ended = replica.reply(now)
-        if (next_at := replica.next_reply_at) < NEVER:
-            heapq.heapreplace(replies, (next_at, unit.index))
+        ended = unit.replica.reply(now)
+        if (next_at := unit.replica.next_reply_at) < NEVER:
+            heapq.heapreplace(self._replies, (next_at, unit.index))
         else:
-            heapq.heappop(replies)
+            heapq.heappop(self._replies)
         for entry in ended:
-            unit.balancer.done(unit.number, entry.request.size().tokens)
+            unit.side.balancer.done(unit.number, entry.request.size().tokens)
             if entry.is_first_leg:
                 self._transfer(unit.pool, entry, now)
             else:
                 self._traffic.ended(now)
-        if ended and unit.emptied is not None and not replica.num_outstanding:
-            emptied, unit.emptied = unit.emptied, None
-            emptied(now)
 
     def _transfer(self, pool: Pool, entry: Simulated, now: float) -> None:
         """Send keys and values to a replica that decodes; the request is there when they are."""
-        asked = entry.asked
-        assert asked is not None
+        asked, back = entry.asked, self._back
+        assert asked is not None and back is not None
         num_bytes = pool.kv_bytes * asked.input_length
         self.tally.transferred += num_bytes
-        self._num_on_their_way += 1
         request = ValidRequest(range(asked.input_length + 1), asked.max_new_tokens - 1)
         second = Simulated(
             next(self._ids), request, output_length=asked.output_length - 1, arrived_at=entry.arrived_at,
-            asked=asked, attempt=entry.attempt, began_at=entry.first_token_at, names=self._names,
+            asked=asked, began_at=entry.first_token_at, names=self._names,
         )  # fmt: skip
 
         def arrive(then: float) -> None:
-            self._num_on_their_way -= 1
-            back = self._backs[pool.model]
-            number = back.send(request.size().tokens)
-            if number is None or self._by_number[id(back)][number].replica.is_full:
-                if number is not None:
-                    back.done(number, request.size().tokens)
-                self.tally.in_vain(entry, 1)
-                self._again(entry, then)
-            else:
-                self._give(self._by_number[id(back)][number], second, then)
+            if not self._give(back, second, then):
+                self.tally.in_vain(asked)
+                self._refuse(then)
 
         self._at(now + self._conditions.link_s + num_bytes / self._conditions.link_bytes, arrive)
-
-    # ------------------------------------------------------------------------------------------------- replicas
-
-    def _added(self, pool: Pool, balancer: Balancer) -> _Unit:
-        """A place for a replica, which is not up."""
-        unit = _Unit(len(self._units), pool, balancer, balancer.add(pool.share), self._replica(pool))
-        self._units.append(unit)
-        self._by_number.setdefault(id(balancer), []).append(unit)
-        return unit
-
-    def _replica(self, pool: Pool) -> Replica:
-        slow = self._conditions.slow_share > 0 and self._faults.random() < self._conditions.slow_share
-        cost = Slowed(pool.cost, self._conditions.slow_factor) if slow else pool.cost
-        return Replica(pool.limits, cost, self.tally)
-
-    def _start(self, unit: _Unit, now: float) -> None:
-        """Start a replica anew, with nothing in its cache."""
-        unit.life += 1
-        life = unit.life
-
-        def up(then: float) -> None:
-            if unit.life == life:
-                unit.replica = self._replica(unit.pool)
-                self._up(unit, then)
-
-        self._at(now + self._conditions.startup_s, up)
-
-    def _up(self, unit: _Unit, now: float) -> None:
-        unit.is_up = True
-        unit.balancer.up(unit.number)
-        if (mean := self._conditions.mean_life_s) < math.inf:
-            life = unit.life
-            self._at(now + self._faults.expovariate(1 / mean), lambda then: self._fail(unit, then, life))
-
-    def _down(self, unit: _Unit) -> None:
-        unit.is_up = False
-        unit.balancer.down(unit.number)
-
-    def _fail(self, unit: _Unit, now: float, life: int) -> None:
-        """Lose a replica and all that it has, unless it was restarted since; start it again."""
-        if unit.life != life:
-            return
-        lost = unit.replica.abandon()
-        self._down(unit)
-        unit.replica = self._replica(unit.pool)
-        emptied, unit.emptied = unit.emptied, None
-        self.tally.num_lost += len(lost)
-        for entry in lost:
-            unit.balancer.done(unit.number, entry.request.size().tokens)
-            self._again(entry, now)
-        if emptied is not None:
-            emptied(now)
-        else:
-            self._start(unit, now)
-
-    def _fail_any(self, now: float) -> None:
-        if up := [unit for unit in self._units if unit.is_up]:
-            unit = self._faults.choice(up)
-            self._fail(unit, now, unit.life)
-
-    def _when_empty(self, unit: _Unit, now: float, happen: Callable[[float], None]) -> None:
-        """Give a replica no more requests, and go on when it has answered those that it has."""
-        self._down(unit)
-        if unit.replica.num_outstanding:
-            unit.emptied = happen
-        else:
-            happen(now)
-
-    def _restart_all(self, now: float) -> None:
-        """One replica after the other: each is emptied, started again, and up before the next one goes."""
-        units = deque(unit for unit in self._units if unit.is_up)
-
-        def next_one(then: float) -> None:
-            while units and not units[0].is_up:
-                units.popleft()
-            if units:
-                unit = units.popleft()
-                self._when_empty(unit, then, partial(begin, unit))
-
-        def begin(unit: _Unit, then: float) -> None:
-            self._start(unit, then)
-            self._at(then + self._conditions.startup_s, next_one)
-
-        next_one(now)
 
     def _charge(self) -> Tally:
         """Count what replicas cost while requests came; of a load that came in one moment, until its last answer."""
@@ -328,7 +486,6 @@ class Fleet:
         end = tally.last_arrival_at if tally.last_arrival_at > tally.started_at else tally.ended_at
         seconds = max(0.0, min(tally.ended_at, end) - tally.started_at)
         for unit in self._units:
-            tally.replica_seconds += tally.ended_at
             tally.paid_seconds += seconds
             tally.price += seconds / 3600 * unit.pool.price
         return tally

@@ -1,7 +1,7 @@
 """What a simulated run says: its figures, how they compare with a measured `serving` result, and the tables of both.
 
 Figures have `serving`'s names where it has them, so that a prediction can be held against a measurement. Arithmetic and
-text on what `fleet.simulate` has counted: nothing is simulated here, and nothing says why a prediction is off.
+text on what `fleet.Fleet` has counted: nothing is simulated here, and nothing says why a prediction is off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def figures(tally: Tally, num_replicas: int, objectives: tuple[float | None, flo
         "queue_ms": percentiles(tally.queued, 1000),
         "batch_size": {"mean": tally.batch / tally.busy, "peak": tally.peak_batch},
         "kv_share": {"mean": tally.kv / tally.busy, "peak": tally.peak_kv},
-        "busy_share": tally.busy / (tally.replica_seconds or seconds * num_replicas),
+        "busy_share": tally.busy / (tally.ended_at * num_replicas),
         "steps": tally.num_steps,
         "mean_step_ms": 1000 * tally.busy / tally.num_steps,
         "tokens_per_step": tally.num_step_tokens / tally.num_steps,
@@ -68,8 +68,6 @@ def _fleet(tally: Tally, seconds: float) -> dict[str, float]:
     num_tokens = until_then if has_window else all_tokens
     return {
         "prefix_hit_share": tally.num_cached_tokens / max(tally.num_prompt_tokens, 1),
-        "lost": tally.num_lost,
-        "retried": tally.num_retried,
         "transferred_gb": tally.transferred / 1e9,
         "replica_hours": (tally.paid_seconds or seconds) / 3600,
         "price": tally.price,
@@ -250,8 +248,6 @@ TABLES: Sequence[Sequence[Column]] = (
     ),
     (
         ("Found in the prefix cache (%)", _of("fleet", "prefix_hit_share", ".1f", 100)),
-        ("Lost", _of("fleet", "lost", ".0f")),
-        ("Sent again", _of("fleet", "retried", ".0f")),
         ("KV moved (GB)", _of("fleet", "transferred_gb", ".1f")),
         ("Replica hours", _of("fleet", "replica_hours")),
         ("Price", _of("fleet", "price")),

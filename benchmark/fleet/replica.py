@@ -5,7 +5,7 @@ nothing to wait for: plan until two steps are under way, take the oldest reply, 
 token comes from every step once a prompt is through, so that a request's last step is known when its first token is:
 the work per step does not grow with its sequences but for what the scheduler itself does.
 
-Which replica gets a request, and what befalls replicas, is in `fleet.py`.
+Which replica gets a request is in `fleet.py`.
 
 Left out: HTTP, tokenising and detokenising, the router's own time (hidden behind the shards unless steps are very
 short), clients that leave, and the blocks of answers in the prefix cache.
@@ -69,11 +69,8 @@ class Simulated(Scheduled):
     arrived_at: float
     admitted_at: float = 0.0
     first_token_at: float = 0.0
-    asked: Request | None = None  # what the client sent, to send it again
-    attempt: int = 0  # how often it was sent before
-    replica: int = -1  # whose it is
+    asked: Request | None = None  # what the client sent
     is_first_leg: bool = False  # its first token is computed here, and the others elsewhere
-    is_admitted: bool = False  # its prompt was counted
     began_at: float | None = None  # where its first token was computed elsewhere: when that came
     prompt_length: int = 0  # of the request
     most_tokens: int = 0  # that it asks for
@@ -136,23 +133,20 @@ class Tally:
     gap_counts: array[int] = field(default_factory=lambda: array("q"))  # how many requests saw each of `gaps`
     num_requests: int = 0
     num_refused: int = 0
-    num_lost: int = 0  # by replicas that failed, of which those below were sent again
-    num_retried: int = 0
     num_prompt_tokens: int = 0  # of those admitted, each time
-    num_prompt_tokens_in_vain: int = 0  # of these, of requests that were given up later, or sent again
+    num_prompt_tokens_in_vain: int = 0  # of these, of requests that were refused later
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     transferred: float = 0.0  # bytes of keys and values, from one replica to another
-    replica_seconds: float = 0.0  # that replicas were started, until the last answer
-    paid_seconds: float = 0.0  # of these, until the last arrival: what follows belongs to no load
+    paid_seconds: float = 0.0  # of replicas, until the last arrival: what follows belongs to no load
     price: float = 0.0  # of those seconds
     num_tokens: int = 0
     num_steps: int = 0
     num_step_tokens: int = 0  # computed, of prompts and answers; some answers' after their end
-    num_given: int = 0  # tokens that reached clients, but for those of requests that were given up or sent again
+    num_given: int = 0  # tokens that reached clients, but for those of requests that were refused later
     started_at: float = NEVER  # the first arrival
     last_arrival_at: float = 0.0
     ended_by_then: int = 0  # requests, when the last one came
-    given_by_then: int = 0  # tokens, but for those of requests that were lost until then
+    given_by_then: int = 0  # tokens
     prompts_by_then: int = 0  # tokens of prompts that were admitted, and not in vain
     ended_at: float = 0.0
     busy: float = 0.0  # seconds that replicas computed, of all replicas together
@@ -173,12 +167,10 @@ class Tally:
         """Tokens of prompts that were admitted, and not in vain."""
         return self.num_prompt_tokens - self.num_prompt_tokens_in_vain
 
-    def in_vain(self, entry: Simulated, num_given: int) -> None:
-        """Count no longer what was done for a request that does not go on: its prompt and so many tokens."""
-        self.num_given -= num_given
-        if entry.is_admitted or entry.began_at is not None:
-            assert entry.asked is not None
-            self.num_prompt_tokens_in_vain += entry.asked.input_length
+    def in_vain(self, asked: Request) -> None:
+        """Count no longer what was done for a request that goes on nowhere: its prompt and its first token."""
+        self.num_given -= 1
+        self.num_prompt_tokens_in_vain += asked.input_length
 
     def ended(self, entry: Simulated, now: float) -> None:
         """Count a request whose last token has reached its client at `now`."""
@@ -248,7 +240,6 @@ class Replica:
         self._streaming = 0  # requests between their first token and their last
         self._context = 0  # keys that the next decode step looks at
         self._last_tokens: dict[int, list[Simulated]] = {}  # step -> whose last token it gives
-        self._last_reply = 0  # the step that was answered last
 
     @property
     def next_reply_at(self) -> float:
@@ -277,23 +268,9 @@ class Replica:
         self._arrived.add(entry.prefix_keys(self._limits.block_size).keys)
         self.submit(entry, now)
 
-    def abandon(self) -> list[Simulated]:
-        """The replica is lost; returns the requests that it had, in the order of their arrival here.
-
-        What they were given counts no longer.
-        """
-        ends_in = {entry: step for step, entries in self._last_tokens.items() for entry in entries}  # some are retired
-        had = dict.fromkeys((*ends_in, *self._scheduler.running.values(), *self._scheduler.waiting))
-        lost = sorted((entry for entry in had if not entry.is_over), key=lambda entry: entry.id)
-        for entry in lost:
-            streamed = max(0, entry.output_length - (ends_in[entry] - self._last_reply)) if entry in ends_in else 0
-            self._tally.in_vain(entry, streamed + (entry.began_at is not None))
-        return lost
-
     def reply(self, now: float) -> Sequence[Simulated]:
         """Take the reply to the oldest step; returns the requests that ended with it."""
         step = self._under_way.popleft()
-        self._last_reply = step.plan.number
         self._scheduler.computed(step.plan)
         self._scheduler.timed(step.plan, step.ends_at - step.begins_at)
         self._tally.num_given += self._streaming + len(step.firsts)
@@ -323,7 +300,6 @@ class Replica:
             for entry in plan.admitted:
                 entry.admitted_at = now
                 if entry.began_at is None:
-                    entry.is_admitted = True
                     self._tally.num_prompt_tokens += entry.request.input_length
                     self._tally.num_cached_tokens += plan.cached(entry)
             for entry in firsts:

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 from random import Random
@@ -35,7 +35,6 @@ class Request(NamedTuple):
     max_new_tokens: int  # asked for and reserved; above output_length where an end token comes first
     hashes: tuple[int, ...] = ()  # what it begins with: a name for each `hash_tokens` of them, in order …
     hash_tokens: int = 0  # … where each name also stands for all before it
-    model: str | None = None  # None: any
 
 
 @dataclass(frozen=True)
@@ -134,23 +133,13 @@ def _drawn(case: Case, args: argparse.Namespace, count: int, seed: str) -> Itera
     else:
         lengths = random.choices(workload.read_lengths(Path(case.distribution)), k=count)
     rate = case.load.request_rate
-    times = [0.0] * count if rate is None else arrival_times(rate, args.burstiness, count, random)
+    load = replace(case.load, burstiness=args.burstiness)
+    times = [0.0] * count if rate is None else workload.arrival_times(load, count, None, random)
     asked = args.max_new_tokens or 0
     return (
         Request(at, one.input_length, one.output_length, max(one.output_length, asked))
         for at, one in zip(times, lengths, strict=True)
     )
-
-
-def arrival_times(rate: float, variation: float, count: int, random: Random) -> list[float]:
-    """`count` ascending times at `rate` per second, whose gaps have this standard deviation / mean."""
-    if variation == 1:
-        return workload.poisson_times(rate, count, random)
-    shape, times, now = variation**-2, [], 0.0
-    for _ in range(count):
-        now += random.gammavariate(shape, 1 / (rate * shape))
-        times.append(now)
-    return times
 
 
 # --------------------------------------------------------------------------------------------------------------- traces
@@ -166,7 +155,6 @@ def read_trace(path: Path) -> list[Request]:
             one.max_new_tokens or one.lengths.output_length,
             tuple(one.blocks),
             BLOCK_TOKENS if one.blocks else 0,
-            one.model,
         )
         for one in traced_requests(path)
     ]

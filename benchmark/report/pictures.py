@@ -1,4 +1,4 @@
-"""The pictures of a result, as PNG: loads, step times beside their floors, and what link and compute did when.
+"""The pictures of a result, as PNG: loads, the published sweeps, and step times beside their floors.
 
 Rows go in as the result's JSON holds them, so that a picture can be made again from a file years later. What has more
 lines than colours tell apart is drawn for some of its rows, which the picture says. matplotlib is an optional
@@ -20,7 +20,6 @@ from typing import Any
 
 from benchmark.result import BenchError, Result, write_atomically
 from benchmark.serving.outcomes import QUANTILES, load_of, quantiles
-from server.offload.times import Span
 
 Row = Mapping[str, Any]
 
@@ -172,52 +171,6 @@ def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path, about
     return save(with_legend(figure, panels), path)
 
 
-def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name: str, path: Path) -> Picture:
-    """What of each further shard arrives, by the number of shards: a line for each batch size. Raises BenchError.
-
-    shares: (step, batch size, {number of shards: efficiency}); name: of model and device.
-    """
-    figure, panels = figure_of(len(STEP_TITLES), "Efficiency of tensor parallelism", name, shared=True)
-    counts = sorted({count for _, _, by_count in shares for count in by_count})
-    for panel, step in zip(panels, STEP_TITLES, strict=True):
-        panel.set_title(STEP_TITLES[step], fontsize=10)
-        lines = [(batch_size, by_count) for one, batch_size, by_count in shares if one == step]
-        for style, (batch_size, by_count) in enumerate(lines):
-            points = [(count, 100 * share) for count, share in by_count.items()]
-            draw_line(panel, style, f"Batch size {batch_size}", points)
-        draw_line(panel, 0, "Ideal", [(n, 100.0) for n in counts], linestyle="--", marker="", color="grey")
-        _label(panel, "Shards", "Efficiency (%)", counts)
-    _from_zero(panels)
-    return save(with_legend(figure, panels), path)
-
-
-# --------------------------------------------------------------------------------------------------------------- others
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One picture among others: lines of (x, y) by their names, over doubling x."""
-
-    title: str
-    x_label: str
-    y_label: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]  # without points: not drawn
-    dashed: Sequence[str] = ()  # names of lines that are limits, not measurements
-
-
-def plot_panels(panels: Sequence[Panel], title: str, path: Path, about: str = "") -> Picture:
-    """Panels in rows of two, in which a name looks the same everywhere. about: for the title. Raises BenchError."""
-    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    figure, drawn = figure_of(len(panels), title, about)
-    for axes, panel in zip(drawn, panels, strict=True):
-        axes.set_title(panel.title, fontsize=10)
-        for name, points in panel.lines.items():
-            look = {"linestyle": "--", "marker": ""} if name in panel.dashed else {}
-            draw_line(axes, names.index(name), name, points, **look)
-        _label(axes, panel.x_label, panel.y_label, sorted({x for line in panel.lines.values() for x, _ in line}))
-    return save(with_legend(figure, drawn), path)
-
-
 # -------------------------------------------------------------------------------------------------------------- drawing
 
 
@@ -234,15 +187,6 @@ def figure_of(count: int, title: str, about: str = "", *, shared: bool = False) 
         first = panels[0] if shared and panels else None
         panels.append(figure.add_subplot(lines, columns, number + 1, sharex=first, sharey=first))
     return figure, panels
-
-
-def grid(lines: int, columns: int, title: str) -> tuple[Any, list[list[Any]]]:
-    """A figure of flat panels, `columns` in each of `lines`."""
-    size = (2 * PANEL_INCHES[0] * columns / PANELS_ABREAST, 1.5 * lines + 0.8)
-    figure = _import("matplotlib.figure").Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
-    figure.suptitle(title)
-    panels = [figure.add_subplot(lines, columns, number + 1) for number in range(lines * columns)]
-    return figure, [panels[start : start + columns] for start in range(0, len(panels), columns)]
 
 
 def draw_line(panel: Any, style: int, label: str, points: Sequence[tuple[float, float]], **changes: Any) -> None:
@@ -303,61 +247,6 @@ def save(figure: Any, path: Path) -> Picture:
         raise BenchError(f"cannot write {path}: {error.strerror}; give another --output or free some space") from None
     title, *about = figure.get_suptitle().splitlines()
     return Picture(path, ": ".join(" ".join(part.split()) for part in (title, " ".join(about)) if part))
-
-
-# ------------------------------------------------------------------------------------------------------------ timelines
-
-
-LANES = ("link", "compute")
-ZOOMED_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One run: its name, when it began and ended, when its steps ended, and what the shards did."""
-
-    name: str
-    began_s: float
-    ended_s: float
-    step_ends_s: Sequence[float]
-    reads: Sequence[Span]
-    computed: Sequence[Span]
-
-    @property
-    def middle(self) -> tuple[float, float]:
-        """From the beginning to the end of some steps in the middle of the run."""
-        ends = [self.began_s, *self.step_ends_s]
-        first = max((len(ends) - 1 - ZOOMED_STEPS) // 2, 0)
-        return ends[first], ends[min(first + ZOOMED_STEPS, len(ends) - 1)]
-
-
-def draw_timelines(timelines: Sequence[Timeline], path: Path) -> Picture:
-    """Write the picture. Raises BenchError."""
-    figure, panels = grid(len(timelines), 2, "What link and compute did when")
-    for timeline, (whole, zoomed) in zip(timelines, panels, strict=True):
-        _lanes(whole, timeline, timeline.began_s, timeline.ended_s)
-        _lanes(zoomed, timeline, *timeline.middle)
-        whole.set_title(timeline.name, fontsize=10)
-        zoomed.set_title(f"{timeline.name}, {ZOOMED_STEPS} steps in the middle", fontsize=10)
-    return save(figure, path)
-
-
-def _lanes(panel: Any, timeline: Timeline, since: float, until: float) -> None:
-    """Bars of what lies between two moments, which become those of the axis."""
-    for height, spans in enumerate((timeline.reads, timeline.computed)):
-        bars = [
-            (max(span.began_s, since) - timeline.began_s, min(span.ended_s, until) - max(span.began_s, since))
-            for span in spans
-            if span.ended_s > since and span.began_s < until
-        ]
-        panel.broken_barh(bars, (height + 0.1, 0.8), color=COLOURS[height], edgecolor="white", linewidth=0.2)
-    for end in timeline.step_ends_s:
-        if since <= end <= until:
-            panel.axvline(end - timeline.began_s, color=COLOURS[-1], linewidth=0.4)
-    panel.set_yticks([0.5, 1.5], labels=LANES)
-    panel.set_ylim(0, len(LANES))
-    panel.set_xlim(since - timeline.began_s, max(until, since + 1e-3) - timeline.began_s)
-    panel.set_xlabel("Seconds from the run's beginning; lines are the steps' ends")
 
 
 # ---------------------------------------------------------------------------------------------------------------- loads

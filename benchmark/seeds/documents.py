@@ -2,10 +2,6 @@
 
 A file says where in its document each table is. `sweep` is what the document ran, `quick` what is changed of it for a
 run of seconds. Figures are the document's as they stand, but for units, which the columns' names say.
-
-What the cost model of `offline --schedule auto` says of a document's blocks on the document's own device stands beside
-them, measured by nobody: the device at hand may have nothing to gain where the document's has. It takes the data
-sheet's rates: bytes at the whole bandwidth, products at the whole arithmetic, nothing streams, no time between steps.
 """
 
 from __future__ import annotations
@@ -18,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import options
-from benchmark.cost import offloading, shapes
-from benchmark.cost.devices import DEVICES
-from benchmark.cost.roofline import ServedModel
-from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES
-from benchmark.engine.generation import Prompt
-from benchmark.engine.schedules import DIAGONAL, ZIG_ZAG, Policy, StreamedCost, planned, predicted
+from benchmark.cost import shapes
 from benchmark.result import BenchError
 
 FOLDER = Path(__file__).parent
@@ -126,76 +117,13 @@ def _table(content: dict[str, Any]) -> Table:
     return replace(table, rows=[dict(zip(columns, row, strict=True)) for row in rows])
 
 
-# ---------------------------------------------------------------------------------------------------- on its own device
-
-
-BLOCKS = 4  # of a diagonal run, so that most of its steps are level
-
-
-def block_figures(seed: Seed) -> list[dict[str, Any]]:
-    """For each number of batches, figures of both schedules: sequences, bytes of memory, and tokens a second.
-
-    Those of zig-zag are a whole block's, as the document's; those of the diagonal order are of its level steps.
-    """
-    served = ServedModel(seed.model(None).shape, seed.dtype)
-    sizes = offloading.sizes_of(served)
-    ceilings = DEVICES[seed.device].dense_ceilings(seed.dtype, 1)
-    rates = offloading.sheet_rates(ceilings.bytes_per_second, ceilings.flops_per_second, seed.dtype)
-    cost = StreamedCost(offloading.cost_of(sizes, rates, 0.0))
-    found = []
-    for count in _several(seed.sweep, "num_gpu_batches"):
-        zig_zag, level = (Policy(name, count, _one(seed.sweep, "gpu_batch_size")) for name in (ZIG_ZAG, DIAGONAL))
-        prompt = Prompt(range(_one(seed.sweep, "input_length")), _one(seed.sweep, "output_length"))
-        block, several = [prompt] * zig_zag.block, [prompt] * zig_zag.block * BLOCKS
-        limits = zig_zag.limits(
-            block, block_size=BLOCK_SIZE, vocab_size=2, prefill_tokens=len(prompt.token_ids) * len(block)
-        )
-        works, plan = planned(zig_zag, block, limits), level.plan(several, BLOCK_SIZE)
-        phases = predicted(works, cost)
-        reached = {
-            ZIG_ZAG: phases.total_tokens / phases.total_s,
-            DIAGONAL: plan.level_rate([cost.seconds(step.work) for step in plan.steps]),
-        }
-        row: dict[str, Any] = {"num_gpu_batches": count}
-        for policy, prompts, steps in ((zig_zag, block, works), (level, several, plan.works)):
-            cache = policy.kv_blocks(prompts, BLOCK_SIZE) * BLOCK_SIZE * served.kv_bytes_per_token
-            widest = max(work.prompt_tokens + work.decoding for work in steps)
-            hidden = widest * served.shape.spec.hidden_size * DTYPE_BYTES[seed.dtype]
-            weights = served.shape.weight_bytes(served.dtype, None)
-            row[policy.schedule] = {
-                "sequences": policy.at_once(prompts, BLOCK_SIZE),
-                "cache_size_bytes": cache,
-                "peak_bytes": weights + cache + hidden,
-                "tokens_per_second": reached[policy.schedule],
-            }
-        found.append(row)
-    return found
-
-
-def _one(sizes: Mapping[str, int | list[int]], name: str) -> int:
-    value = sizes[name]
-    assert isinstance(value, int)
-    return value
-
-
-def _several(sizes: Mapping[str, int | list[int]], name: str) -> list[int]:
-    value = sizes[name]
-    assert isinstance(value, list)
-    return value
-
-
 # ---------------------------------------------------------------------------------------------------------------- scale
 
 
+BLOCKS = 4  # of a diagonal run, so that most of its steps are level
 STREAMS = 256  # of the load that a document does not name
-
-
 QUICK_LAYERS = 2
-
-
 REQUESTS_PER_STREAM = 4
-
-
 WORDS: Mapping[str, str] = {
     "batch_size": "batch sizes",
     "sequence_length": "sequence length",
@@ -207,8 +135,6 @@ WORDS: Mapping[str, str] = {
     "num_gpu_batches": "batches of a block",
     "gpu_batch_size": "sequences of a batch",
 }
-
-
 LISTS = ("batch_size", "input_length", "output_length", "num_gpu_batches")
 
 

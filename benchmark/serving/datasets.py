@@ -215,7 +215,6 @@ class TracedRequest:
     lengths: Lengths
     blocks: Sequence[int] = ()
     max_new_tokens: int | None = None  # that were asked for; None: as many as came
-    model: str | None = None  # that was asked for; None: any
 
 
 def read_trace(path: Path, speed: float = 1.0) -> list[TracedRequest]:
@@ -253,11 +252,11 @@ def _request_of(record: Mapping[str, Any]) -> TracedRequest:
     if any(type(block) is not int for block in blocks):
         raise ValueError
     found = _checked(at, record["input_length"], record["output_length"], tuple(blocks))
-    most, model = record.get("max_new_tokens"), record.get("model")
+    most = record.get("max_new_tokens")
     is_enough = most is None or (type(most) is int and most >= found.lengths.output_length)
-    if at < 0 or not is_enough or not isinstance(model, str | None):
+    if at < 0 or not is_enough:
         raise ValueError
-    return replace(found, max_new_tokens=most, model=model)
+    return replace(found, max_new_tokens=most)
 
 
 def _of_csv(lines: Sequence[str], path: Path) -> Iterator[TracedRequest]:

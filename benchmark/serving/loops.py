@@ -1,26 +1,23 @@
-"""Who sends its next request when: closed and open loops, their arrival times, and how late the client itself is.
+"""Who sends its next request when: closed and open loops, and how late the client itself is.
 
 In a closed loop a stream sends when its last request is answered. In an open loop every request has its own moment, and
-its times count from there, so that a server which makes its clients wait cannot hide it (coordinated omission). Gaps of
-mean 1 are drawn first and then stretched by the rate, so that every kind of gap goes with every course of the rate. A
+its times count from there, so that a server which makes its clients wait cannot hide it (coordinated omission). A
 client that is late measures itself: a timer that is due every 10 ms tells how long anything waits that is due.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from itertools import cycle, islice, takewhile
-from random import Random
+from itertools import cycle, takewhile
 from types import TracebackType
 from typing import Any
 
 from benchmark.result import BenchError
 from benchmark.serving.http_client import UNREACHABLE, Api, HttpClient
-from benchmark.serving.outcomes import LATE_MS, Load, Outcome, percentiles
+from benchmark.serving.outcomes import LATE_MS, Outcome, percentiles
 from benchmark.serving.workload import PlannedRequest
 
 # Answers that every other request would get as well, and what to do about them.
@@ -129,46 +126,6 @@ def sender(client: HttpClient, api: Api) -> Send:
 def unreachable(url: str, detail: object) -> BenchError:
     """The error of a server that does not answer, for the reason in `detail`."""
     return BenchError(f"cannot reach {url} ({detail}): check the URL and that the server runs")
-
-
-# ------------------------------------------------------------------------------------------------------------- arrivals
-
-
-def unit_times(burstiness: float, random: Random) -> Iterator[float]:
-    """Ascending times without end, one a second on average.
-
-    burstiness: the gaps' standard deviation / mean; 0 is a constant gap, 1 is Poisson, anything else gamma.
-    """
-    now = 0.0
-    shape = burstiness**-2 if burstiness else math.inf
-    while True:
-        if burstiness == 1:
-            now += random.expovariate(1.0)
-        else:
-            now += random.gammavariate(shape, 1 / shape) if burstiness else 1.0
-        yield now
-
-
-def arrival_times(load: Load, count: int | None, seconds: float | None, random: Random) -> list[float]:
-    """Intended send times in seconds: `count` of them, or all before `seconds`, or what comes first of the two."""
-    assert load.request_rate is not None and (count or seconds), "an open loop ends somewhere"
-    first, last = load.ramp or (load.request_rate, load.request_rate)
-    lasts = seconds if seconds is not None else (count or 0) / load.request_rate
-    times = (_when(passed, first, last, lasts) for passed in unit_times(load.burstiness, random))
-    bounded = times if seconds is None else takewhile(lambda at: at < seconds, times)
-    return list(islice(bounded, count))
-
-
-def _when(passed: float, first: float, last: float, seconds: float) -> float:
-    """When so many requests are due, at a rate that goes evenly from `first` to `last` in `seconds`, then stays."""
-    slope = (last - first) / seconds
-    if slope == 0:
-        return passed / first
-    within = (first + last) / 2 * seconds
-    if passed >= within:
-        return seconds + (passed - within) / last
-    # first * t + slope * t**2 / 2 = passed, in the form that loses no digits to a small slope
-    return 2 * passed / (first + math.sqrt(first**2 + 2 * slope * passed))
 
 
 # ------------------------------------------------------------------------------------------------------------------ lag

@@ -143,7 +143,7 @@ def row_of(
     cell: Lengths, load: Load, outcomes: Sequence[Outcome], objectives: Objectives, distribution: str = "fixed"
 ) -> dict[str, Any]:
     """One row of the JSON. The row's time runs from the first intended sending to the last end of any request."""
-    in_order = sorted(outcomes, key=lambda one: one.intended_at)  # `compare` cuts the samples into stretches of time
+    in_order = sorted(outcomes, key=lambda one: one.intended_at)  # as the samples are
     good = [outcome for outcome in in_order if outcome.reply.error is None]
     kinds = Counter(outcome.reply.error for outcome in outcomes if outcome.reply.error is not None)
     began = min(outcome.intended_at for outcome in outcomes)
@@ -388,7 +388,7 @@ class Records:
 # ------------------------------------------------------------------------------------------------------------ stretches
 
 
-STRETCHES = 400  # of a run: many times the blocks of `intervals`, so that what comes in waves can be seen to
+STRETCHES = 400  # of a run, so that what comes in waves can be seen to
 
 
 def stretch_rates(ended: Iterable[tuple[float, float]], seconds: float) -> list[float]:

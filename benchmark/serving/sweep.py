@@ -29,7 +29,6 @@ from benchmark.serving.loops import (
     HOPELESS,
     LagMeter,
     Send,
-    arrival_times,
     capped,
     closed_loop,
     open_loop,
@@ -184,11 +183,11 @@ class Sweep:
             return await source.draw(num_requests(args, load), random)
         count = args.num_requests if args.duration else num_requests(args, load)
         # The lengths are drawn first, then the times, as `simulate` does, unless a duration decides how many there are.
-        times = arrival_times(load, count, args.duration, random) if args.duration else None
+        times = workload.arrival_times(load, count, args.duration, random) if args.duration else None
         if times == []:
             raise BenchError(f"no request comes in {args.duration:g} s at {load}: give a longer --duration")
         requests = await source.draw(len(times or [()] * (count or 0)), random)
-        return workload.at_times(requests, times or arrival_times(load, count, None, random))
+        return workload.at_times(requests, times or workload.arrival_times(load, count, None, random))
 
     def _distribution(self) -> str:
         named = self._args.trace or self._args.dataset

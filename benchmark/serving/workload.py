@@ -1,4 +1,4 @@
-"""What a serving benchmark sends: lengths, prompts with an exact number of tokens, and the requests of a row.
+"""What a serving benchmark sends, and when: lengths, prompts of exactly so many tokens, arrivals, requests of a row.
 
 Requests are random prompts, with shared prefixes and later turns, or those of a file or a trace. Everything is drawn
 from one seed before the clock starts, so that two systems get the same work at the same moments. No HTTP and no clock
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, islice, takewhile
 from pathlib import Path
 from random import Random
 from typing import Protocol
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from benchmark.result import BenchError
 from benchmark.serving.datasets import BLOCK_TOKENS, Conversation, Lengths, Said, TracedRequest
 from benchmark.serving.http_client import as_text
+from benchmark.serving.outcomes import Load
 
 # A log-normal's shape: sigma 0.5 puts the p90 at 1.9 times the median, near what chat traffic shows.
 LOG_NORMAL_SIGMA = 0.5
@@ -75,13 +76,44 @@ class PlannedRequest:
 # ------------------------------------------------------------------------------------------------------------- arrivals
 
 
-def poisson_times(rate: float, count: int, random: Random) -> list[float]:
-    """Intended send times in seconds of `count` requests at `rate` per second: independent exponential gaps."""
-    times, now = [], 0.0
-    for _ in range(count):
-        now += random.expovariate(rate)
-        times.append(now)
-    return times
+def unit_times(burstiness: float, random: Random) -> Iterator[float]:
+    """Ascending times without end, one a second on average.
+
+    burstiness: the gaps' standard deviation / mean; 0 is a constant gap, 1 is Poisson, anything else gamma.
+    """
+    now = 0.0
+    shape = burstiness**-2 if burstiness else math.inf
+    while True:
+        if burstiness == 1:
+            now += random.expovariate(1.0)
+        else:
+            now += random.gammavariate(shape, 1 / shape) if burstiness else 1.0
+        yield now
+
+
+def arrival_times(load: Load, count: int | None, seconds: float | None, random: Random) -> list[float]:
+    """Intended send times in seconds: `count` of them, or all before `seconds`, or what comes first of the two.
+
+    Gaps of mean 1 are drawn first and then stretched by the rate, so that any kind of gap goes with any course of it.
+    """
+    assert load.request_rate is not None and (count or seconds), "an open loop ends somewhere"
+    first, last = load.ramp or (load.request_rate, load.request_rate)
+    lasts = seconds if seconds is not None else (count or 0) / load.request_rate
+    times = (_when(passed, first, last, lasts) for passed in unit_times(load.burstiness, random))
+    bounded = times if seconds is None else takewhile(lambda at: at < seconds, times)
+    return list(islice(bounded, count))
+
+
+def _when(passed: float, first: float, last: float, seconds: float) -> float:
+    """When so many requests are due, at a rate that goes evenly from `first` to `last` in `seconds`, then stays."""
+    slope = (last - first) / seconds
+    if slope == 0:
+        return passed / first
+    within = (first + last) / 2 * seconds
+    if passed >= within:
+        return seconds + (passed - within) / last
+    # first * t + slope * t**2 / 2 = passed, in the form that loses no digits to a small slope
+    return 2 * passed / (first + math.sqrt(first**2 + 2 * slope * passed))
 
 
 # -------------------------------------------------------------------------------------------------------------- lengths

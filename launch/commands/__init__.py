@@ -34,7 +34,7 @@ def quantize_model(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(command.job(model.path, model.weights_path, model.tokenizer_path).to_json())
         file.flush()
-        arguments = [sys.executable, "-P", "-m", "server.quantising", file.name]
+        arguments = [sys.executable, "-P", "-m", "server.quantize", file.name]
         job = subprocess.Popen(arguments, env=child_environment(environ, True), preexec_fn=end_with_parent())
         return quantize.wait_for(job)
 

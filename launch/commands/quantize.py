@@ -2,7 +2,7 @@
 
 The text is cut into samples of equally many tokens, each after the tokens that begin every prompt of the model. The
 last ones are held out of calibration, to measure perplexity on, unless another text is given for that. A process of its
-own quantises (`server/quantising/`), because that needs torch.
+own quantises (`server/quantize/`), because that needs torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launch.errors import Refusal
 from launch.flags import Parser, add_option, unknown_arguments, with_negative_values
 from launch.settings import Settings, public_settings, read_settings
 from router.text.tokenizer import ModelTokenizer, TokenizerError
-from server.quantising.recipe import (
+from server.quantize.recipe import (
     DEVICES,
     HELD_OUT,
     LEAST_TOKENS,

@@ -1,6 +1,6 @@
 """The HTTP application: which routes there are, their status, errors and documentation.
 
-Left out: what the routes of an API do (`router/apis`), and how a stream is written (`router/http/event_stream.py`).
+Left out: what the routes of an API do (`router/apis`), and how a stream is written (`router/http/responses.py`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
-from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Match
-from typing_extensions import TypedDict
 
 from host.version import version
 from router.accounts import AccountMetrics, Accounts, Permits
@@ -36,24 +33,22 @@ from router.apis.middleware import (
     HostMiddleware,
     RequestIdMiddleware,
 )
-from router.apis.models import add_model_routes
 from router.apis.openai.responses.routes import add_responses_routes
 from router.apis.openai.routes import add_openai_routes
 from router.apis.platforms import add_platform_routes
-from router.apis.playground.routes import add_playground_routes
-from router.apis.serving import Services
-from router.apis.tgi.answers import COUNT_HEADERS
+from router.apis.serving import DEADLINE_HEADER, Services
+from router.apis.status import add_model_routes, add_status_routes
+from router.apis.tgi.bodies import COUNT_HEADERS
 from router.apis.tgi.routes import add_tgi_routes
 from router.apis.tgi.tokens import add_token_routes
 from router.batching.batcher import Batcher
 from router.chat.template import ChatTemplate
 from router.config import RouterConfig
-from router.errors import ErrorResponse, RouterError, Unavailable, Unhealthy, for_clients
+from router.errors import RouterError, Unavailable
 from router.grammars.compiler import Compiler
-from router.http import deadline
 from router.http.bodies import Bodies
 from router.http.guard import ClientGone
-from router.http.whole_answers import StaticFile
+from router.http.responses import StaticFile
 from router.requests.generation import Generator
 from router.requests.validation import Validator
 from router.sandbox import TaskError
@@ -61,15 +56,12 @@ from router.sandbox.pool import Sandbox
 from router.sandbox.workers import Workers
 from router.scheduling.grammar import Matching
 from router.scheduling.limits import Limits
-from router.shards.client import KvCache, ModelInfo, ShardError, Shards, SharedHealth
+from router.shards.client import KvCache, ModelInfo, Shards, SharedHealth
 from router.telemetry.metrics import Metrics
 from router.telemetry.request_log import CLIENT_GONE, RequestLogMiddleware
 from router.telemetry.tracing import Tracer
-from router.text.model_files import generation_defaults
 from router.text.tokenizer import ModelTokenizer
 
-# The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
-STUCK_STEP_MS = 60_000
 STATIC = Path(__file__).parent / "documentation"
 NUM_ASIDE = 2  # processes for what clients can make expensive
 
@@ -116,7 +108,6 @@ def create_app(
         bodies=Bodies(config.max_unfinished_bytes, config.payload_limit),
         shared_health=SharedHealth(shards),
         generator=generator,
-        generation_defaults=generation_defaults(Path(config.model_path)),
     )
 
     app = _bare_app(partial(_lifespan, services=services, compiler=compiler, tracer=tracer))
@@ -147,7 +138,7 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     add_platform_routes(app, services, generate, *add_openai_routes(app, services))
     add_responses_routes(app, services)
     add_anthropic_routes(app, services)
-    _add_status_routes(app, services)
+    add_status_routes(app, services)
     _add_docs(app, api_document(app, has_keys=_has_keys(config), is_on_loopback=config.is_on_loopback))
     _add_heads(app)
 
@@ -204,125 +195,6 @@ async def _warm_up(services: Services) -> None:
     if services.chat_template.named:
         with suppress(TaskError, Unavailable, OSError):  # the first chat will try again, and say
             await services.aside.warm_up()
-
-
-# -------------------------------------------------------------------------------------------------- status
-
-
-def _add_status_routes(app: FastAPI, services: Services) -> None:
-    async def health() -> Response:
-        await check_health(services)
-        return Response()
-
-    async def info() -> Response:
-        return Response(orjson.dumps(info_body(services)), media_type="application/json")
-
-    async def metrics() -> Response:
-        return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    add_playground_routes(app, services, health)
-    app.head("/", include_in_schema=False)(health)  # a probe, whatever it accepts
-    alive: dict[str, Any] = {"response_class": Response, "responses": {503: {"model": ErrorResponse}}}
-    for path in ("/health", "/ping"):
-        app.get(path, summary="200 with an empty body while requests can be answered", **alive)(health)
-    of_info: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": InfoBody}}}
-    app.get("/info", summary="The model and the limits", **of_info)(info)
-    app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)(metrics)
-
-
-async def check_health(services: Services) -> None:
-    """Raises Unhealthy unless the batching loop and every shard answer, and the shards make progress."""
-    if not services.batcher.is_accepting:
-        raise Unhealthy("unhealthy: not accepting requests")
-    if services.batcher.is_leaving:
-        raise Unhealthy("unhealthy: the server is stopping or restarting")
-    if services.batcher.outage is not None:
-        cause = for_clients(str(services.batcher.outage))
-        raise Unhealthy(f"unhealthy: the model shards are being started again: {cause}")
-    try:
-        health = await services.shared_health.health()
-    except ShardError as error:
-        raise Unhealthy(f"unhealthy: {for_clients(str(error))}") from None
-    if health.oldest_step_ms > STUCK_STEP_MS:
-        raise Unhealthy(f"unhealthy: a step has been running for {health.oldest_step_ms} ms on shard {health.rank}")
-
-
-class InfoBody(TypedDict):
-    """The answer of `/info`: the fields of all TGI versions, and our own."""
-
-    model_id: str
-    model_sha: str | None
-    model_dtype: str
-    model_device_type: Literal["cpu", "cuda"]
-    model_pipeline_tag: str | None
-    max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_top_n_tokens: int
-    max_input_length: int
-    max_input_tokens: int
-    max_total_tokens: int
-    waiting_served_ratio: float
-    max_batch_prefill_tokens: int
-    max_batch_total_tokens: int
-    max_waiting_tokens: int
-    max_batch_size: int | None
-    max_client_batch_size: int
-    validation_workers: int
-    num_shard: int
-    quantize: str | None
-    eos_token_ids: list[int]
-    generation_defaults: Annotated[
-        dict[str, Any], Field(description="What the model's publisher says; it is not applied.")
-    ]
-    decode_graphs: Annotated[
-        str, Field(description="Which steps are captured, and how long that took when shards started.")
-    ]
-    decode_graph_bytes: Annotated[int, Field(description="Of the device's memory, of each shard; 0: not known.")]
-    measured_products: Annotated[list[str], Field(description="Kernel of each measured product, with its GB/s.")]
-    clocks: Annotated[str | None, Field(description="Of a GPU while it decoded before the first request.")]
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
-
-
-def info_body(services: Services) -> InfoBody:
-    """What they are."""
-    config, limits, model, cache = services.config, services.limits, services.model, services.cache
-    return {
-        "model_id": config.model_id,
-        "model_sha": config.model_sha,
-        "model_dtype": f"torch.{model.dtype}",
-        "model_device_type": "cpu" if model.device == "cpu" else "cuda",
-        "model_pipeline_tag": None,
-        "max_concurrent_requests": limits.max_concurrent_requests,
-        "max_best_of": limits.max_best_of,
-        "max_stop_sequences": limits.max_stop_sequences,
-        "max_top_n_tokens": limits.max_top_n_tokens,
-        "max_input_length": limits.max_input_length,
-        "max_input_tokens": limits.max_input_length,
-        "max_total_tokens": limits.max_total_tokens,
-        "waiting_served_ratio": limits.waiting_served_ratio,
-        "max_batch_prefill_tokens": limits.max_batch_prefill_tokens,
-        "max_batch_total_tokens": services.batcher.limits.max_batch_total_tokens,
-        "max_waiting_tokens": limits.max_waiting_tokens,
-        "max_batch_size": limits.max_batch_size,
-        "max_client_batch_size": config.max_client_batch_size,
-        "validation_workers": config.validation_workers,
-        "num_shard": model.world_size,
-        "quantize": model.quantize,
-        "eos_token_ids": sorted(services.tokenizer.eos_ids),
-        "generation_defaults": services.generation_defaults,
-        "decode_graphs": cache.captured,
-        "decode_graph_bytes": cache.graph_bytes,
-        "measured_products": list(cache.products),
-        "clocks": cache.clocks or None,
-        "router": "lockstep-router",
-        "version": version(),
-        "sha": None,
-        "docker_label": None,
-    }
 
 
 # ----------------------------------------------------------------------------------------- around the routes
@@ -413,7 +285,7 @@ def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> N
             CrossOriginMiddleware,
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
-            allow_headers=(*HEADERS_OF_CLIENTS, deadline.HEADER),
+            allow_headers=(*HEADERS_OF_CLIENTS, DEADLINE_HEADER),
             expose_headers=("x-request-id", "retry-after", *COUNT_HEADERS),
         )
     if config.is_on_loopback:

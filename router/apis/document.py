@@ -2,8 +2,8 @@
 
 Answers are TypedDicts: mypy holds what builds them to their shapes, which are here made schemas of.
 
-`documented` is what a route says of itself; `api_document` adds what holds for all: keys, ids, and errors from around
-the routes. It is made once, at start.
+`add_post` adds a route with what it says of itself; `api_document` adds what holds for all: keys, ids, and errors from
+around the routes. It is made once, at start.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any, Literal
 import orjson
 from fastapi import FastAPI
 from pydantic import TypeAdapter
+from starlette.responses import Response
 
 from router.apis.anthropic.answers import MessageError
 from router.apis.errors import ANTHROPIC
 from router.apis.middleware import OPEN_PATHS, PATHS_OF_ANTHROPIC
 from router.apis.openai.answers import ErrorAnswer
+from router.apis.serving import DEADLINE_HEADER, MOST_DEADLINE_MS, Handler
 from router.errors import ErrorResponse
-from router.http import deadline
 from router.requests import schemas
 
 Json = dict[str, Any]
@@ -33,11 +34,11 @@ SECURITY_SCHEMES: dict[str, Json] = {
 # Of requests with a body. 408 and 431 are the HTTP layer's: they come in TGI's shape on every route.
 ERROR_STATUSES = (400, 413, 415, 422, 424, 429, 500, 503, 504)
 DEADLINE = {
-    "name": deadline.HEADER,
+    "name": DEADLINE_HEADER,
     "in": "header",
     "required": False,
     "description": "What the request may take, waiting included, in milliseconds.",
-    "schema": {"type": "integer", "minimum": 1, "maximum": deadline.MOST_MS},
+    "schema": {"type": "integer", "minimum": 1, "maximum": MOST_DEADLINE_MS},
 }
 REQUEST_ID = {
     "x-request-id": {
@@ -48,19 +49,22 @@ REQUEST_ID = {
 }
 
 
-def documented(
+def add_post(
+    app: FastAPI,
+    path: str,
+    handler: Handler,
+    summary: str,
     bodies: type[schemas.Strict] | Sequence[type[schemas.Strict]],
     answer: Any = None,
     *,
     events: Any = None,
     last_data: str = "",
     errors: Any = ErrorResponse,
-    statuses: Sequence[int] = ERROR_STATUSES,
-) -> Json:
-    """What a route that takes JSON says of itself, as arguments of `app.post`.
+) -> None:
+    """Serve a route that takes JSON.
 
     bodies: one of these. answer: the JSON that answers; events: what a stream's events are, if there may be one;
-    last_data: what its last event may say in place of JSON.
+    last_data: what its last event may say in place of JSON; errors: TGI's alone may be a 422.
     """
     every = [_inlined(body, "validation") for body in ([bodies] if isinstance(bodies, type) else bodies)]
     content = {"application/json": {"schema": every[0] if len(every) == 1 else {"anyOf": every}}}
@@ -74,10 +78,11 @@ def documented(
             data = {"anyOf": [{"const": last_data}, data]}
         event = {"type": "object", "required": ["data"], "properties": {"data": data}}
         good["content"] = {"text/event-stream": {"itemSchema": event}}
-    return {
-        "responses": {200: good, **{status: {"model": errors} for status in statuses}},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}, "parameters": [DEADLINE]},
-    }
+    statuses = [status for status in ERROR_STATUSES if status != 422 or errors is ErrorResponse]
+    responses: dict[int | str, Json] = {200: good, **{status: _in_json(errors) for status in statuses}}
+    extra = {"requestBody": {"required": True, "content": content}, "parameters": [DEADLINE]}
+    added = app.post(path, summary=summary, response_class=Response, responses=responses, openapi_extra=extra)
+    added(handler)
 
 
 @cache
@@ -136,5 +141,9 @@ def _error(path: str) -> Json:
     shape: type = ErrorAnswer if path.startswith("/v1/") else ErrorResponse
     if path.startswith(ANTHROPIC):
         shape = MessageError
-    schema = {"$ref": f"#/components/schemas/{shape.__name__}"}
-    return {"description": "Refused before a route has seen it", "content": {"application/json": {"schema": schema}}}
+    return {"description": "Refused before a route has seen it", **_in_json(shape)}
+
+
+def _in_json(shape: type) -> Json:
+    """By reference: the framework would make schemas of a model for each status of each route, which takes long."""
+    return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape.__name__}"}}}}

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.accounts import Account, Accounts
 from router.apis.errors import ANTHROPIC, OPENAI, error_response, status_response
-from router.apis.playground import files as playground
+from router.apis.playground import routes as playground
 from router.errors import Unauthorized, WrongHost
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")

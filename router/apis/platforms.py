@@ -14,20 +14,18 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from router.apis.document import documented
+from router.apis.document import add_post
 from router.apis.openai.answers import ChatCompletion, ErrorAnswer, TextCompletion
 from router.apis.openai.requests import ChatRequest, CompletionRequest, of_chat
 from router.apis.openai.routes import rendering_of
 from router.apis.openai.streams import DONE_DATA, ChatChunk, TextChunk
 from router.apis.serving import Handler, Services, collect, json_response, read, read_bytes
-from router.apis.tgi.answers import GenerateResponse, response_headers
-from router.apis.tgi.requests import GenerateRequest, prompt_request_of
-from router.apis.tgi.streams import StreamResponse
+from router.apis.tgi.bodies import GenerateRequest, GenerateResponse, prompt_request_of, response_headers
+from router.apis.tgi.routes import StreamResponse
 from router.errors import ValidationError
 from router.requests import schemas
-from router.requests.prompt import PromptRequest
-from router.requests.samples import Answer, likeliest_first
-from router.requests.schemas import Strict
+from router.requests.generation import Answer, likeliest_first
+from router.requests.schemas import PromptRequest, Strict
 
 
 def _kind(instance: Any) -> str:
@@ -94,10 +92,9 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
     summary = "SageMaker's: a body of `/`, `/v1/chat/completions` or `/v1/completions`, answered as there"
     bodies = (GenerateRequest, ChatRequest, CompletionRequest)
     answer = list[GenerateResponse] | ChatCompletion | TextCompletion
-    said = documented(bodies, answer, events=InvocationEvent, last_data=DONE_DATA)
-    app.post("/invocations", summary=summary, response_class=Response, **said)(invocations)
-    of_vertex = documented(VertexRequest, VertexResponse)
-    app.post("/vertex", summary="Vertex AI's: several prompts at once", response_class=Response, **of_vertex)(vertex)
+    streamed: dict[str, Any] = {"events": InvocationEvent, "last_data": DONE_DATA}
+    add_post(app, "/invocations", invocations, summary, bodies, answer, **streamed)
+    add_post(app, "/vertex", vertex, "Vertex AI's: several prompts at once", VertexRequest, VertexResponse)
 
 
 def _value_of(body: bytes) -> Any:

@@ -1,14 +1,15 @@
 """What the routes of every API are made of: a body is read, a request opened, its answer collected or streamed.
 
-A client that goes away frees its place whether it streamed or not, which no framework does for a plain response.
+A client that goes away frees its place whether it streamed or not, which no framework does for a plain response. A
+conversation that an API tells as a transcript takes the same way to the model and back, whatever the API (`Turn`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import orjson
@@ -18,28 +19,35 @@ from starlette.responses import Response
 
 from router.accounts import Account, Permits
 from router.batching.batcher import Batcher
-from router.chat.reader import AnswerFormats
+from router.chat.pieces import AnswerReader, PlainReader
+from router.chat.prompting import rendering
+from router.chat.reader import AnswerFormats, Reading
 from router.chat.template import ChatTemplate
+from router.chat.tools import Offer
+from router.chat.transcript import Transcript
 from router.config import RouterConfig
-from router.errors import UnsupportedMedia
-from router.http import deadline
+from router.errors import UnsupportedMedia, ValidationError
 from router.http.bodies import Bodies
-from router.http.event_stream import PING, EventStream, Frames, first_events
 from router.http.guard import ClientConnection
-from router.http.whole_answers import PlainAnswer
+from router.http.responses import PING, EventStream, Frames, PlainAnswer, first_events
 from router.requests import continuing, schemas
-from router.requests.generation import Caller, Generator, OpenRequest
-from router.requests.prompt import PromptRequest
-from router.requests.samples import Answer
+from router.requests.generation import Answer, Caller, Generator, OpenRequest
+from router.requests.schemas import GenerateParameters, PromptRequest, Rendering
 from router.requests.validation import Validator
 from router.sandbox.pool import Sandbox
 from router.sandbox.workers import Workers
 from router.scheduling.limits import Limits
-from router.scheduling.request import Failed
+from router.scheduling.request import Entry, Failed
 from router.shards.client import KvCache, ModelInfo, Shards, SharedHealth
 from router.telemetry.metrics import Metrics
 from router.telemetry.request_log import harmless, harmless_names
 from router.text.tokenizer import ModelTokenizer
+
+DEADLINE_HEADER = "x-request-timeout-ms"
+MOST_DEADLINE_MS = 24 * 60 * 60 * 1000
+# Of a stream, which must not wait in a cache or in a proxy's buffer.
+STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
+NO_HEADERS: Mapping[str, str] = {}
 
 Handler = Callable[[Request], Awaitable[Response]]
 Shaped = TypeVar("Shaped")
@@ -65,7 +73,6 @@ class Services:
     bodies: Bodies
     shared_health: SharedHealth
     generator: Generator
-    generation_defaults: dict[str, Any]
 
     @cached_property
     def answer_formats(self) -> AnswerFormats:
@@ -141,12 +148,13 @@ async def stream(
     asked: Sequence[PromptRequest],
     services: Services,
     frames_of: Callable[[OpenRequest], Frames],
-    headers: dict[str, str],
+    *,
+    headers: Mapping[str, str] = NO_HEADERS,
     ping: bytes = PING,
 ) -> Response:
     """A stream whose first events are there already. Raises RouterError if they are a failure.
 
-    ping: the API's sign of life.
+    headers: beside those of all streams. ping: the API's sign of life.
     """
     is_told = continuing.is_trusted(request, services.config.continuation_key)
     with ExitStack() as undo:
@@ -157,9 +165,9 @@ async def stream(
             if isinstance(events[0], Failed):
                 raise events[0].error
         journal = opened.journal(continuing.created_of(request), continuing.known_of(request)) if is_told else None
-        if journal is not None:
-            headers = {**headers, continuing.TOLD_HEADER: "1"}
-        answer = EventStream(opened, frames_of(opened), first, headers, ping, journal)
+        told = {} if journal is None else {continuing.TOLD_HEADER: "1"}
+        every = {**STREAM_HEADERS, "x-compute-type": services.compute_type, **headers, **told}
+        answer = EventStream(opened, frames_of(opened), first, every, ping, journal)
         undo.pop_all()  # from here on the response closes the request
     return answer
 
@@ -180,8 +188,27 @@ async def _open(
 
 def caller_of(request: Request, services: Services) -> Caller:
     """Whose request it is, and how long it may take from now on. Raises ValidationError."""
-    timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
+    timeout_s = timeout_of(request.headers.get(DEADLINE_HEADER), services.config.request_timeout)
     return Caller(account_of(request), peer_of(request), timeout_s)
+
+
+def timeout_of(header: str | None, longest: float | None) -> float | None:
+    """Seconds that a request has: the smaller of the two; None for no limit. Raises ValidationError."""
+    if header is None:
+        return longest
+    text = header.strip()
+    if not (
+        text.isascii()
+        and text.isdecimal()
+        and len(text) <= len(str(MOST_DEADLINE_MS))
+        and 1 <= int(text) <= MOST_DEADLINE_MS
+    ):
+        raise ValidationError(
+            f"{DEADLINE_HEADER} is {text[:40]!r}: give a whole number of milliseconds from 1 to {MOST_DEADLINE_MS}, or "
+            "leave it out"
+        )
+    asked = int(text) / 1000
+    return asked if longest is None else min(asked, longest)
 
 
 def account_of(request: Request) -> Account | None:
@@ -198,3 +225,79 @@ def json_response(body: Any, headers: dict[str, str] | None = None) -> Response:
 def peer_of(request: Request) -> str:
     """The address that a request came from."""
     return request.client.host if request.client is not None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The answer that a conversation waits for. render: makes its prompt. begun: what is said of it already."""
+
+    render: Rendering
+    reading: Reading | None
+    begun: str
+
+    def prompt_request(self, given: GenerateParameters) -> PromptRequest:
+        """What the router is asked for. Raises ValidationError."""
+        one = PromptRequest(self.render, given, has_special_tokens=True, shows_stop=False, num_answers=1)
+        return one if self.reading is None else self.reading.applied_to(one, self.begun)
+
+    def reader(self, services: Services, entry: Entry) -> AnswerReader:
+        """What takes the answer apart."""
+        if self.reading is None:
+            return PlainReader()
+        return self.reading.reader(services.tokenizer.end_of(entry.request.prompt_ids), self.begun)
+
+
+def turn_of(
+    services: Services,
+    transcript: Transcript,
+    offered: Offer,
+    variables: Mapping[str, Any],
+    *,
+    continues: bool = False,
+) -> Turn:
+    """What comes next in a conversation. Raises ValidationError.
+
+    variables: of the chat template. continues: whether a last message of the assistant is the beginning of the answer.
+    """
+    formats = services.answer_formats
+    reading = formats.reading(offered)
+    begun = transcript.begun if continues else None
+    render = rendering(
+        services.chat_template,
+        services.aside,
+        transcript.messages(),
+        offered,
+        formats.tools,
+        variables=variables,
+        continue_final_message=begun is not None,
+    )
+    return Turn(render, reading, begun or "")
+
+
+async def answer_turn(
+    request: Request,
+    services: Services,
+    turn: Turn,
+    asked: PromptRequest,
+    *,
+    is_stream: bool,
+    frames: Callable[[OpenRequest, AnswerReader], Frames],
+    shape: Callable[[Answer, Entry, AnswerReader], Any],
+    ping: bytes = PING,
+) -> Response:
+    """The answer, as a stream of `frames` or as the whole that `shape` makes of it. Raises RouterError."""
+
+    def reader(opened: OpenRequest) -> AnswerReader:
+        return turn.reader(services, opened.entries[0])
+
+    if is_stream:
+        return await stream(request, [asked], services, lambda opened: frames(opened, reader(opened)), ping=ping)
+    opened, [answer] = await collect(request, [asked], services)
+    whole = partial(shape, answer, opened.entries[0], reader(opened))
+    return json_response(await shaped(request, services, whole))
+
+
+async def num_prompt_tokens(request: Request, services: Services, turn: Turn) -> int:
+    """How many tokens the prompt of a turn has. Raises RouterError."""
+    with ClientConnection.of(request.scope).needed():
+        return await services.generator.count(turn.render, caller_of(request, services))

@@ -126,20 +126,9 @@ class Content:
 
 def whole(pieces: Iterable[Piece]) -> Content:
     """The answer that pieces make together."""
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[tuple[CallBegun, list[str]]] = []
-    for piece in pieces:
-        if isinstance(piece, Text):
-            texts.append(piece.text)
-        elif isinstance(piece, Reasoning):
-            reasoning.append(piece.text)
-        elif isinstance(piece, CallBegun):
-            calls.append((piece, []))
-        else:
-            calls[piece.index][1].append(piece.text)
-    found = [Call(begun.id, begun.name, "".join(arguments)) for begun, arguments in calls]
-    return Content("".join(texts), "".join(reasoning), found)
+    parts = parts_of(pieces)
+    text, reasoning = ("".join(part.text for part in parts if part.kind == kind) for kind in ("text", "reasoning"))
+    return Content(text, reasoning, [Call(part.id, part.name, part.text) for part in parts if part.kind == "call"])
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from router.chat.formats import ToolFormat
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
-from router.requests.prompt import Rendering
+from router.requests.schemas import Rendering
 from router.sandbox.pool import Sandbox
 
 Message = dict[str, Any]

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from router.chat.answer_grammar import AnswerGrammar
 from router.chat.formats import (
     AUTO,
     NONE,
@@ -25,13 +24,14 @@ from router.chat.formats import (
     reasoning_format_name,
     tool_format_name,
 )
+from router.chat.grammars import AnswerGrammar
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
 from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Source, Steps, decoded
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
 from router.requests.grammars import grammar_of
-from router.requests.prompt import PromptRequest
+from router.requests.schemas import PromptRequest
 from router.scheduling.grammar import Grammar
 from router.text.tokenizer import ModelTokenizer
 

@@ -17,7 +17,7 @@ from typing import Any
 from router.errors import ValidationError
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
-from router.text import model_files
+from router.text.tokenizer import read_json
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a template where a model has several
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -51,12 +51,12 @@ class ChatTemplate:
         `chat_template`, to use in place of all others.
         """
         config_path = Path(tokenizer_config_path or folder / "tokenizer_config.json")
-        config = model_files.read_json(config_path)
+        config = read_json(config_path)
         if template_path is not None:
             named = _of_file(Path(template_path))
         else:
             named = _of_config(config.get("chat_template"), config_path) | _of_folder(folder)
-        return cls(named, _special_tokens({**model_files.read_json(folder / "special_tokens_map.json"), **config}))
+        return cls(named, _special_tokens({**read_json(folder / "special_tokens_map.json"), **config}))
 
     def choose(self, has_tools: bool) -> str:
         """The template for a request. Raises ValidationError where the model has none."""
@@ -132,7 +132,7 @@ def _of_file(path: Path) -> dict[str, str]:
     text = _read(path)
     if path.suffix != ".json":
         return {DEFAULT: text}
-    named = _of_config(model_files.read_json(path).get("chat_template"), path)
+    named = _of_config(read_json(path).get("chat_template"), path)
     if not named:
         raise ValueError(f"chat_template {path} has no `chat_template`: give a file of Jinja2, or of JSON with one")
     return named
@@ -162,7 +162,7 @@ def _of_folder(folder: Path) -> dict[str, str]:
         paths[DEFAULT] = main
     if paths:
         return {name: _read(path) for name, path in paths.items()}
-    return _of_config(model_files.read_json(folder / "chat_template.json").get("chat_template"), folder)
+    return _of_config(read_json(folder / "chat_template.json").get("chat_template"), folder)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

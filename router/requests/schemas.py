@@ -4,13 +4,17 @@ Strict where a mistake would change the answer (no `true` for 1, no "5" for 5, n
 every field may be null, which means absent, and unknown keys are ignored. Ranges are not here but in `validation.py`,
 whose sentences and order are TGI's.
 
-Bodies are parsed on the event loop, because a good one takes microseconds. A bad one must not take much longer: values
-are counted before any is built (`refuse_excess`), and a list ends at its first error.
+Bodies are parsed on the event loop, because a good one takes microseconds. A bad one must not take much longer: its
+values are counted, and how deep they lie, before any is built (`refuse_excess`), and a list ends at its first error.
+
+All APIs' bodies become a `PromptRequest`: a prompt, and how to go on from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import orjson
@@ -19,7 +23,6 @@ from pydantic import ValidationError as SchemaError
 from pydantic_core import PydanticCustomError
 
 from router.errors import MalformedBody, ValidationError
-from router.text.json_values import is_nested_deeper, num_values
 
 # Of a 64-bit seed. What lies outside is no number that any field could mean.
 Integer = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
@@ -30,7 +33,13 @@ MOST_VALUES = 10_000
 # Of lists and objects within each other: far fewer than Python's stack bears, far more than schemas need.
 MOST_NESTING = 128
 
+# The last quote is optional: a text without an end is passed over once, and not tried again from each quote in it.
+TEXTS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
+
 Body = TypeVar("Body", bound=BaseModel)
+# A text that is yet to be made, such as a chat's by the model's template: for an owner, whose requests take turns with
+# others'. It is made once the request has its permit and its deadline.
+Rendering = Callable[[str], Awaitable[str]]
 
 
 class Strict(BaseModel):
@@ -145,6 +154,34 @@ class GenerateParameters(Strict):
     input_embeds: Unserved = None
 
 
+def drawn(temperature: float | None, **narrowing: Any) -> dict[str, Any]:
+    """Parameters of APIs in which tokens are drawn unless the temperature is 0, which needs nothing that narrows."""
+    return {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, **narrowing}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """One prompt. Parameters have TGI's names, whatever the API calls them.
+
+    prompt: a text, token ids as they are, or how to make a text. has_special_tokens: whether a text has all special
+    tokens that it needs, as a chat template writes them.
+    """
+
+    prompt: str | Sequence[int] | Rendering
+    given: GenerateParameters
+    has_special_tokens: bool = False
+    shows_stop: bool = True  # whether a stop sequence is part of the answer's text
+    shown_marks: frozenset[int] = frozenset()  # special tokens that are part of the answer's text: marks to read it by
+    # From the end of the prompt (`ModelTokenizer.end_of`) to a grammar that holds the answer, in Lark's notation.
+    answer_grammar: Callable[[str], str | None] | None = None
+    num_answers: int | None = None  # how many are wanted of it, each with a seed of its own; None: by `best_of`
+    raw_logprobs: bool = False  # whether log-probabilities and candidates are the model's own, before any parameter
+    prompt_logprobs: bool = False  # whether those of the prompt's tokens are wanted too
+    priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
+    cache_salt: str = ""  # prefixes are shared among requests of the same one alone
+    generates: bool = True  # else the prompt is computed and nothing follows it; `max_new_tokens` is 1 then
+
+
 def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Body:
     """Read a body. Raises MalformedBody or ValidationError; neither repeats what was sent."""
     refuse_excess(body, most_values)
@@ -188,3 +225,36 @@ def refuse_excess_within(texts: Iterable[bytes], most: int, what: str = "the bod
             raise ValidationError(f"{what} has more than {most} values: leave out what is no field of a request")
         if is_nested_deeper(text, MOST_NESTING):
             raise ValidationError(f"{what} is nested more than {MOST_NESTING} levels deep: flatten it")
+
+
+def is_nested_deeper(text: bytes, most: int) -> bool:
+    """Whether more than so many lists and objects lie within each other."""
+    if text.count(b"[") + text.count(b"{") <= most:
+        return False
+    depth = 0
+    for found in TEXTS_AND_BRACKETS.finditer(text):
+        if (begin := found[0][:1]) in b"[{":
+            depth += 1
+            if depth > most:
+                return True
+        elif begin in b"]}":
+            depth -= 1
+    return False
+
+
+def num_values(text: bytes, enough: int) -> int:
+    """How many values JSON has; beyond `enough` it may say fewer than there are, or more.
+
+    Every value but the last of a list or object is followed by a comma, and each list and object has one last; empty
+    ones are counted twice. What is within strings counts for nothing: a prompt may have as many commas as it likes.
+    """
+    if (most := _num_begun(text)) <= enough and text.count(b'"') <= 4 * enough:
+        return most
+    without_escapes = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside_strings = without_escapes.split(b'"', 4 * enough + 4)[::2]
+    # Of so many strings, names and values alike, every other one is a value at least.
+    return max(_num_begun(b"".join(outside_strings)), len(outside_strings) // 2)
+
+
+def _num_begun(text: bytes) -> int:
+    return sum(map(text.count, (b",", b"[", b"{")))

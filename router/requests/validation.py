@@ -24,8 +24,7 @@ from typing import TypeVar
 from router.errors import TooLong, ValidationError
 from router.grammars.compiler import Compiler
 from router.requests.grammars import answer_grammar_of, grammar_of, renaming_errors
-from router.requests.prompt import PromptRequest, Rendering
-from router.requests.schemas import GenerateParameters
+from router.requests.schemas import GenerateParameters, PromptRequest, Rendering
 from router.sandbox.workers import Workers
 from router.scheduling.grammar import CompiledGrammar, Grammar
 from router.scheduling.limits import Limits

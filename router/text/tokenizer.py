@@ -27,11 +27,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from router.text import model_files
-
 END_TOKENS = 16  # enough for any mark with blanks behind it, in letters if need be
+MOST_IDS = 2**31
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 LONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece names a token that stands for one byte
 # A character has at most 4 bytes, so 8 tokens that end inside one are bytes that will never be text.
@@ -65,7 +65,7 @@ class ModelTokenizer:
                 "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
         tokenizer_config = Path(tokenizer_config_path or folder / "tokenizer_config.json")
-        if "model" not in model_files.read_json(path):
+        if "model" not in read_json(path):
             raise ValueError(f"{path} is not a tokenizer: it has no `model`; download or convert it again")
         try:
             with _tokenizer_errors():
@@ -162,9 +162,27 @@ def _tokenizer_errors() -> Iterator[None]:
         raise TokenizerError(f"the tokenizer failed with {type(error).__name__}") from None
 
 
+def named_eos_ids(model_folder: Path) -> set[int]:
+    """The end tokens that generation_config.json and config.json name, one or several.
+
+    Raises ValueError for what is no id.
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(model_folder / name).get("eos_token_id")
+        given = [] if found is None else found if isinstance(found, list) else [found]
+        if any(type(id) is not int or not 0 <= id < MOST_IDS for id in given):
+            raise ValueError(
+                f"{model_folder / name} says eos_token_id {str(found)[:80]}, which must be a token id or a list of "
+                "some: download it again"
+            )
+        ids.update(given)
+    return ids
+
+
 def _eos_ids(tokenizer: Tokenizer, model_folder: Path, tokenizer_config: Path) -> frozenset[int]:
-    ids = model_files.eos_ids(model_folder)
-    token = model_files.read_json(tokenizer_config).get("eos_token")
+    ids = named_eos_ids(model_folder)
+    token = read_json(tokenizer_config).get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     if isinstance(content, str) and (id := tokenizer.token_to_id(content)) is not None:
         ids.add(id)
@@ -357,3 +375,16 @@ def _knows_every_byte(tokenizer: Tokenizer, vocab: Mapping[str, int]) -> bool:
 def _contains(part: Mapping[str, Any], kind: str) -> bool:
     inner = part.get("normalizers") or part.get("pretokenizers") or ()
     return part.get("type") == kind or any(_contains(one, kind) for one in inner)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file. Raises ValueError that names the file."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value

@@ -233,11 +233,6 @@ class ArchSpec:
         return self.scale or self.head_dim**-0.5
 
     @property
-    def has_experts(self) -> bool:
-        """Whether a layer has a mixture of experts."""
-        return any(isinstance(layer.mlp, Moe) for layer in self.layers)
-
-    @property
     def alibi(self) -> Alibi | None:
         """The model's ALiBi, which all layers share, if it has one."""
         return next((layer.position for layer in self.layers if isinstance(layer.position, Alibi)), None)

@@ -18,7 +18,7 @@ device is told apart from another.
   where they were measured to be good (`cuda/shares.json`). What no kernel multiplies the reference computes, and the
   start-up table says why.
 * **KV cache.** A backend may keep an order and bits of its own inside a block (`cpu/cache.h`,
-  `cuda/kernels/codes.py`).
+  `cuda/kernels/cache.py`).
 
 A backend of one's own is one class: `test_own_backend.py`.
 """

@@ -8,7 +8,7 @@ one part behind the other. The backend says where a block's bytes lie in a layer
 router decides which block goes where, and the disk behind the host is `server/prefix/`.
 
 Left out: running out of memory, for which torch has an exception of its own, and ranks that went away
-(`server/ranks/distributed.py`).
+(`server/ranks/collectives.py`).
 
 Shapes: B blocks, E elements of a block in all parts, of which part i has E_i.
 """

@@ -25,8 +25,8 @@ from torch import Tensor
 from server.arch.spec import Activation, ArchSpec
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
-from server.quant.kv import AS_COMPUTED, KvFormat
-from server.quant.stored import Stored
+from server.quantisation.kv import AS_COMPUTED, KvFormat
+from server.quantisation.stored import Stored
 
 OFFSET_BITS = BLOCK_SIZE.bit_length() - 1  # of a position: its place in a block
 assert 1 << OFFSET_BITS == BLOCK_SIZE

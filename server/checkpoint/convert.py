@@ -11,11 +11,10 @@ launches convert once. Models are never built and code from a repository is neve
 from __future__ import annotations
 
 import fcntl
-import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from safetensors.torch import save_file
 
 from host.folders import make_private
 from server.checkpoint import spm
-from server.checkpoint.files import HubError, checked_file, read_json, weight_files
+from server.checkpoint.files import HubError, checked_file, read_json, sync, weight_files
+from server.quantisation import sizes
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
 LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OSError)
@@ -33,11 +33,21 @@ LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, Attribu
 
 def convert_weights(source: Path, target: Path) -> None:
     """Write the tensors of every *.bin of `source` to one safetensors file each."""
+    _refuse_torchao(source)
     files = weight_files(source)
     for number, path in enumerate(files, 1):
         print(f"Converting {path.name} ({number} of {len(files)})", flush=True)
         tensors, names = _distinct_tensors(_read_checkpoint(path))
         save_file(tensors, target / f"{path.stem}.safetensors", metadata={"format": "pt", **names})
+
+
+def _refuse_torchao(source: Path) -> None:
+    config = sizes.config_of(_settings(source, "config.json"))
+    if isinstance(config, Mapping) and sizes.method_of(config) == "torchao":
+        raise HubError(
+            f"{source} has weights of torchao in *.bin, which are pickles of its classes and are not opened: served "
+            "are those in safetensors, load the model with transformers 5 and save it anew, which writes them so"
+        )
 
 
 def _read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
@@ -126,7 +136,7 @@ def _from_sentencepiece(source: Path) -> dict[str, str]:
 
 
 def _settings(source: Path, name: str) -> dict[str, Any]:
-    return read_json(source / name, "settings of the tokenizer") if (source / name).exists() else {}
+    return read_json(source / name, "settings of the model") if (source / name).exists() else {}
 
 
 CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"weights": convert_weights, "tokenizer": _convert_tokenizer}
@@ -143,17 +153,10 @@ def convert_once(kind: str, source: Path, target: Path) -> None:
         make_private(partial)
         try:
             CONVERSIONS[kind](source, partial)
-            _sync(partial)
+            sync(partial)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 def main(argv: list[str]) -> int:

@@ -1,24 +1,35 @@
-"""What the files of a model's folder must be before anything opens them.
+"""What the files of a model's folder must be before anything opens them, and what in them says of quantised weights.
 
 Everything that was downloaded or given is untrusted: names in an index must be plain names of regular files that lie in
 the folder, JSON has a largest size, and every safetensors file must fit its own header. Contents are not hashed: a
-flipped bit passes. Nothing is downloaded (`hub.py`) or converted (`convert.py`) here.
+flipped bit passes. Checkpoints of some age say beside config.json, or among their tensors, how weights are quantised;
+it is read once for servers and for plans, so without torch. Nothing is downloaded (`hub.py`) or converted
+(`convert.py`) here, and what a config means is left to `server/quantisation/`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from server.quantisation.configs import FormatError
+from server.quantisation.sizes import config_of
+
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
 MAX_JSON_BYTES = 50_000_000  # an index of a hundred thousand tensors has a tenth of it
+# Of GPTQ and AWQ, of AutoAWQ 0.1 and llm-awq, and of ModelOpt.
+QUANTISATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+# What `text-generation-server quantize` wrote among the weights, and the settings that they stand for.
+WHOLE = ("I8", "U8", "I16", "I32", "I64")  # dtypes of safetensors
+NUMBERS = {"gptq_bits": "bits", "gptq_groupsize": "group_size"}
 
 
 class HubError(ValueError):
@@ -132,6 +143,54 @@ def need_space(folder: Path, needed: int, purpose_and_remedy: str) -> None:
         raise HubError(f"{folder} has {readable(free)} free but {readable(needed)} are needed {purpose_and_remedy}")
 
 
+def sync(folder: Path) -> None:
+    """Have a folder and its files on the disk."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def readable(num_bytes: float) -> str:
     """A number of bytes for people, in millions or billions."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def with_quantisation(folder: Path, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with what lies beside it says of quantised weights, where it says nothing itself."""
+    if config_of(hf_config) or not (found := _file(folder) or _numbers(folder)):
+        return hf_config
+    return {**hf_config, "quantization_config": found}
+
+
+def _file(folder: Path) -> dict[str, Any]:
+    path = next((folder / name for name in QUANTISATION_FILES if (folder / name).exists()), None)
+    try:
+        return {} if path is None else read_json(path, "how weights are quantised")
+    except (OSError, HubError) as error:
+        raise FormatError(f"{path} cannot be read: {error}; download it again") from None
+
+
+def _numbers(folder: Path) -> dict[str, Any]:
+    """The settings of a checkpoint that TGI quantised, which lie among its tensors."""
+    found: dict[str, Any] = {}
+    try:
+        for path in weight_files(folder):
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="np") as file:
+                    for name in NUMBERS.keys() & set(file.keys()):
+                        found[NUMBERS[name]] = _number(file, name, path)
+    except (HubError, SafetensorError, OSError):
+        return {}  # the reader of the weights says what is wrong with them
+    return {"quant_method": "gptq", **found} if "bits" in found else {}
+
+
+def _number(file: Any, name: str, path: Path) -> int:
+    """The one whole number of a tensor, of which nothing is read that is anything else. Raises FormatError."""
+    view = file.get_slice(name)
+    shape, dtype = view.get_shape(), view.get_dtype()
+    if shape not in ([], [1]) or dtype not in WHOLE:
+        raise FormatError(
+            f"tensor {name} in {path} must be one whole number. Given: shape {shape}, {dtype}; download it again"
+        )
+    return int(file.get_tensor(name).reshape(-1)[0])

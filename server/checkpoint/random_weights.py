@@ -20,7 +20,7 @@ from torch import Tensor
 
 from server.blocks import ceil_divide
 from server.checkpoint.formats.protocol import FLOATS
-from server.quant.sizes import Storage
+from server.quantisation.sizes import Storage
 
 LARGEST = 0.05  # of a weight's magnitudes, dense or quantised
 # Tensors that a quantised layer may lack, and these do: order of inputs, zeros of symmetric codes, scales of scales.
@@ -142,16 +142,18 @@ def _scales(drawn: Tensor, storage: Storage) -> Tensor:
     """From 1/2 to 3/2 of what makes the largest code the largest weight, in 16 bits as formats have them."""
     if drawn.dtype == torch.uint8:  # exponents of powers of 2
         return torch.full_like(drawn, EXPONENT)
-    most = 2.0 if storage.is_float else 2.0 ** (storage.bits - 1)
-    return (drawn.float() / (2 * LARGEST) + 1).mul_(LARGEST / most).half().to(drawn.dtype)
+    return _largest(drawn.float(), storage).div_(_most(storage)).half().to(drawn.dtype)
 
 
 def _scales_of_bytes(drawn: Tensor, storage: Storage) -> Tensor:
     """The same, in as many bits as plans count."""
-    scales = (drawn.float() / (2 * LARGEST) + 1).mul_(
-        LARGEST / (2.0 if storage.is_float else 2.0 ** (storage.bits - 1))
-    )
+    scales = _largest(drawn.float(), storage).div_(_most(storage))
     return scales.half().float() if storage.scale_bytes == 2 else scales
+
+
+def _most(storage: Storage) -> float:
+    """The magnitude of the largest code, about."""
+    return 2.0 if storage.is_float else 2.0 ** (storage.bits - 1)
 
 
 def _codes(drawn: Tensor, storage: Storage) -> Tensor:

@@ -11,8 +11,8 @@ behind words, or with a denormalizer. Such a model is refused when it is read.
 
 No library does this. Those that can read a tokenizer.model ignore what the model says of spaces, and apply its table of
 characters otherwise or not at all. The sentencepiece library itself knows no added tokens, and nothing that goes around
-a prompt. `pytest -rP tests/server/checkpoint/test_spm.py -k no_library` counts for how many of 2,985 texts the ids
-differ from those of sentencepiece, on each of the five BPE and two Unigram models that it trains (transformers 5.23,
+a prompt. Of 2,985 texts, so many have other ids than those of sentencepiece, on each of the five BPE and two Unigram
+models that `pytest -m formats -rP tests/server/checkpoint/test_spm.py -k no_library` trains (transformers 5.23,
 tokenizers 0.23):
 
     this module                                      0      0      0      2      0       0      2

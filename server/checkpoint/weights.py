@@ -11,7 +11,7 @@ the sum of both times. Where the system cannot be asked so (other than Linux), n
 
 Some checkpoints have scales of keys and values for a KV cache in float8: llm-compressor and its kin write one number
 for all keys of a layer and one for all values, under several names. Scales for each head are refused; what is done with
-a scale: `server/quant/kv.py`.
+a scale: `server/quantisation/kv.py`.
 
 Left out: how quantised weights are packed (`formats/`), and downloads (`hub.py`).
 """
@@ -22,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,9 @@ from server.checkpoint.formats.protocol import (
     refuse_overflow,
 )
 from server.checkpoint.random_weights import RandomCheckpoint
-from server.quant.stored import QuantisedWeight, Stored
-from server.ranks.distributed import Shard
+from server.quantisation import exclusions
+from server.quantisation.stored import Quantise, Stored
+from server.ranks.collectives import Shard
 
 AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
 LENGTH_BYTES = 8  # of the number in front of a safetensors file's header
@@ -54,8 +55,8 @@ LENGTH_BYTES = 8  # of the number in front of a safetensors file's header
 PIECE_BYTES = 32 << 20
 STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
 WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
+HEADS = frozenset(exclusions.HEADS)
 BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits
 
 
@@ -499,12 +500,25 @@ class Weights:
         if self.format is not None:
             ignored += self.format.ignored
             ignored += tuple(f"^{re.escape(name)}$" for name in self.checkpoint.zeros(self.format.zeros))
-        if left := self.checkpoint.leftovers(ignored):
+        left = self.checkpoint.leftovers(ignored)
+        if head := next(filter(_is_of_quantised_head, left), None):
+            own = ", or say `tie_word_embeddings` false in config.json, so that the head is the stored one"
+            raise CheckpointError(
+                f"the head is stored in fewer bits ({head}), but tied to the embedding table, whose rows it takes: "
+                f"quantise the model anew and leave its head as it is{own if self.has('head') else ''}"
+            )
+        if left:
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise CheckpointError(
                 f"the checkpoint has tensors that this architecture does not use: {shown}; "
                 "config.json and weights do not belong together, or the family is not fully supported"
             )
+
+
+def _is_of_quantised_head(leftover: str) -> bool:
+    """Whether a tensor, told with its file, is beside a head's weight and no bias."""
+    *path, suffix = leftover.partition(" in ")[0].split(".")
+    return not HEADS.isdisjoint(path) and suffix not in ("weight", "bias")
 
 
 def of_layers(names: NameMap, prefix: str, layers: Iterable[int]) -> tuple[str, ...]:

@@ -22,8 +22,8 @@ from server.backends.protocol import LinearFormat, MakeLinear
 from server.backends.reference.linear import DenseFormat
 from server.blocks import ceil_divide
 from server.checkpoint.weights import Weights
-from server.quant.stored import Stored, padded, with_unit_rows
-from server.ranks.distributed import Shard
+from server.quantisation.stored import Stored, padded, with_unit_rows
+from server.ranks.collectives import Shard
 
 
 class Embedding:

@@ -19,7 +19,7 @@ from server.backends.protocol import GroupedLinear, LinearFormat, MakeLinear
 from server.backends.reference.linear import StackedLinear
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights
-from server.quant.stored import Stored, joined
+from server.quantisation.stored import Stored, joined
 
 # A weight as a backend stores it: of one layer, or of all experts.
 Matrix = LinearFormat | GroupedLinear

@@ -18,7 +18,7 @@ from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Routing
 from server.checkpoint.weights import CheckpointError, Weights
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
-from server.quant.stored import Stored, joined
+from server.quantisation.stored import Stored, joined
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from server.arch.spec import ArchSpec, LayerSpec, Residual, Rope
 from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear
 from server.layers.mlp import DenseMlp, MoeMlp
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 
 
 @dataclass(frozen=True)

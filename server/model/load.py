@@ -23,7 +23,7 @@ from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
-from server.quant.kv import AS_COMPUTED, Float8, KvFormat
+from server.quantisation.kv import AS_COMPUTED, Float8, KvFormat
 from server.stepping.cache import KvOnDevice, KvPlacement
 
 ON_DEVICE = OnDevice()

@@ -76,12 +76,10 @@ class OffloadedKv:
 
     @property
     def device_bytes(self) -> int:
-        """See `KvPlacement`."""
         return 0 if self._shape is None else _device_bytes(self._division, self._shape)
 
     @property
     def offloaded(self) -> str:
-        """See `KvPlacement`."""
         division, shape = self._division, self._shape
         if shape is None or not sum(division.stored):
             return ""
@@ -100,7 +98,6 @@ class OffloadedKv:
         return 0 if store is None else store.moved_bytes
 
     def room(self, shape: KVShape, free_bytes: int, longest: int) -> int:
-        """See `KvPlacement`."""
         rooms = [place.room() for place in self._places]
 
         def fits(blocks: int) -> bool:
@@ -117,7 +114,6 @@ class OffloadedKv:
 
     @torch.inference_mode()  # as steps are computed
     def allocate(self, shape: KVShape, blocks: int, longest: int, backend: Backend) -> list[Tensor]:
-        """See `KvPlacement`."""
         self.release()
         device = backend.device
         division = self._divide(shape, blocks, longest)
@@ -136,19 +132,16 @@ class OffloadedKv:
         return [pool] * shape.num_layers
 
     def release(self) -> None:
-        """See `KvPlacement`."""
         store, self._store, self._staging, self._device = self._store, None, None, None
         self._division, self._shape = Division(0, (), 0), None
         if store is not None:
             store.close()
 
     def attention(self, attention: Attention) -> Attention:
-        """See `KvPlacement`."""
         return OffloadedAttention(attention, self)
 
     @contextmanager
     def step(self, forward: Forward) -> Iterator[None]:
-        """See `KvPlacement`."""
         staging = self._staging
         if staging is None:
             yield
@@ -225,12 +218,10 @@ class OffloadedAttention:
             self.inner.write(kv, k[tokens], v[tokens], placed)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
-        """See `Attention`."""
         visits = self.kv.visits(meta)
         return _joined([self.inner.attend(q[tokens], kv, placed, window) for tokens, placed in visits])
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
-        """See `Attention`."""
         return _joined(
             [
                 self.inner.self_attend(heads[tokens], kv, _rotation_of(rotation, tokens), placed, window)

@@ -21,8 +21,8 @@ from server.offload.places import OnDisk, OnHost, Place
 from server.offload.ring import PAGES
 from server.offload.share import Share
 from server.offload.stores import Store
-from server.quant.sizes import Storage
-from server.ranks.distributed import Shard
+from server.quantisation.sizes import Storage
+from server.ranks.collectives import Shard
 from server.stepping.cache import KvOnDevice
 
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say

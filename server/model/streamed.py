@@ -20,12 +20,11 @@ from torch import Tensor
 from server.backends.device import Device
 from server.backends.protocol import StepMeta
 from server.model.layer import Layer, LayerStep, Stream
-from server.offload.cost import SLOTS
+from server.offload.cost import SLOTS, Span, Times
 from server.offload.disk_store import DiskError
 from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import Store
-from server.offload.times import Span, Times
 
 
 class AnyLayer(Protocol):
@@ -56,17 +55,15 @@ class Placement(Protocol):
 
 
 class OnDevice:
-    """All weights stay on the device."""
+    """A `Placement`: all weights stay on the device."""
 
     def stack(self, count: int, load: Callable[[int], Layer]) -> Sequence[AnyLayer]:
-        """See `Placement`."""
         return [load(index) for index in range(count)]
 
     def finish(self) -> None:
         """Nothing is left to do."""
 
     def moved_bytes(self) -> int:
-        """See `Placement`."""
         return 0
 
 
@@ -103,7 +100,7 @@ class ShareChooser(Protocol):
 
 @dataclass
 class Streaming:
-    """A share of the weights stays on the device; the stores take the rest, each as much as its own share says.
+    """A `Placement`: a share of the weights stays on the device; stores take the rest, each as much as its share says.
 
     share: of the layers' weights, or what finds it once the first layer is there. total_layers: of all stacks. stores:
     with the share of what streams that each takes; the last takes what is left.
@@ -164,7 +161,6 @@ class Streaming:
         return layers
 
     def finish(self) -> None:
-        """See `Placement`."""
         if not self.stored:
             for _, store in self.stores:
                 store.close()
@@ -176,7 +172,6 @@ class Streaming:
         self._computes_at_once = self.device.event() is None
 
     def moved_bytes(self) -> int:
-        """See `Placement`."""
         return sum(store.moved_bytes for _, store in self.stores)
 
     def _place(self, layer: Layer) -> AnyLayer:

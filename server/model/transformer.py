@@ -29,8 +29,8 @@ from server.layers.embedding import Embedding, Head, vocab_share
 from server.layers.position import Rotary
 from server.model.layer import LayerStep, Stream
 from server.model.streamed import AnyLayer
-from server.quant.kv import AS_COMPUTED, KvFormat
-from server.ranks.distributed import Shard
+from server.quantisation.kv import AS_COMPUTED, KvFormat
+from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Encoding, Forward
 from server.stepping.cache import KvOnDevice, KvPlacement, KVShape
 

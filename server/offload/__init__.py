@@ -13,5 +13,5 @@ cache, or the memory of a GPU's host. Two things use it:
   (`kv_blocks.py`). A step ends when all its writes are done, so that a failed write fails its own step, and ids can be
   given away as ever. Which bytes belong to a block the backend says (`Backend.block_parts`).
 
-What link and layers did when is recorded in `times.py`, and bounded. Who moves what is in `server/model/`.
+What link and layers did when is recorded in `cost.py`, and bounded. Who moves what is in `server/model/`.
 """

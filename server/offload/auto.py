@@ -30,9 +30,9 @@ from server.offload.cost import Choice, Rates, Room, Sizes, choose
 from server.offload.ring import keep, pages
 from server.offload.share import ALL, Share
 from server.offload.stores import Store, Wait
-from server.quant.noise import Kind, noise
-from server.quant.sizes import Storage
-from server.quant.stored import Stored
+from server.quantisation.random_weight import Kind, noise
+from server.quantisation.sizes import Storage
+from server.quantisation.stored import Stored
 
 READ_BYTES = 256 << 20  # that are written, and then read again and again
 MOST_IMAGES = 64
@@ -47,7 +47,7 @@ NO_LINK = Rates(1.0, [(1, 1e-12)])
 
 
 class Ranks(Protocol):
-    """What the ranks exchange: `Shard` in `server/ranks/distributed.py`."""
+    """What the ranks exchange: `Shard` in `server/ranks/collectives.py`."""
 
     @property
     def world_size(self) -> int:

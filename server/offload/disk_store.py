@@ -63,16 +63,13 @@ class DiskStore:
         self.add(blocks)
 
     def add(self, blocks: int) -> int:
-        """See `Store`."""
         first, self._blocks = self._blocks, self._blocks + blocks
         return first
 
     def load(self, memory: Memory, runs: Sequence[Run], after: Event | None = None) -> Wait:
-        """See `Store`."""
         return self._begin(memory, runs, is_write=False)
 
     def save(self, memory: Memory, runs: Sequence[Run], after: Event | None = None) -> Wait:
-        """See `Store`."""
         return self._begin(memory, runs, is_write=True)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ AREAS = 3  # one is computed with, one is filled, one is emptied
 
 
 class KvBlocks:
-    """A layer's first blocks in one store, those behind them in the next, and so on; layer behind layer in each.
+    """A `Store` for each layer: its first blocks are in one store, those behind them in the next, and so on.
 
     pool: the device's blocks, which they come to and go from; stores: each with how many it has of every layer.
     """
@@ -47,7 +47,6 @@ class KvBlocks:
 
     @property
     def moved_bytes(self) -> int:
-        """See `Store`."""
         return sum(store.moved_bytes for _, store in self._stores)
 
     def load(self, layer: int, runs: Sequence[Run], after: Event | None) -> Wait:
@@ -56,12 +55,10 @@ class KvBlocks:
         return lambda: wait_for_all(waits)
 
     def save(self, layer: int, runs: Sequence[Run], after: Event | None) -> Wait:
-        """See `Store`."""
         waits = [store.save(self._pool, own, after) for store, own in self._divided(layer, runs)]
         return lambda: wait_for_all(waits)
 
     def close(self) -> None:
-        """See `Store`."""
         for _, store in self._stores:
             store.close()
 

@@ -43,7 +43,7 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class OnDisk:
-    """A file. link: of a device with memory of its own; flag: the setting that names the folder."""
+    """A `Place`: a file. link: of a device with memory of its own; flag: the setting that names the folder."""
 
     folder: Path
     flag: str
@@ -53,7 +53,6 @@ class OnDisk:
 
     @property
     def name(self) -> str:
-        """See `Place`."""
         return self.flag
 
     def room(self) -> int:
@@ -64,7 +63,6 @@ class OnDisk:
             raise ValueError(f"{self.flag} {self.folder}: {error.strerror}: name a folder on a disk") from None
 
     def slot_bytes(self, block_bytes: int) -> int:
-        """See `Place`."""
         return page_aligned(block_bytes)
 
     def open(self, device: Device, plane_bytes: Sequence[int], holds: str, reserved: int = 0) -> Store:
@@ -77,7 +75,7 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class OnHost:
-    """The host's pinned memory. free_bytes: what of it this rank may take, when it is asked."""
+    """A `Place`: the host's pinned memory. free_bytes: what of it this rank may take, when it is asked."""
 
     link: Link
     share: Share
@@ -85,15 +83,12 @@ class OnHost:
     name: str = "the host's memory"
 
     def room(self) -> int:
-        """See `Place`."""
         return self.free_bytes()
 
     def slot_bytes(self, block_bytes: int) -> int:
-        """See `Place`."""
         return block_bytes
 
     def open(self, device: Device, plane_bytes: Sequence[int], holds: str, reserved: int = 0) -> Store:
-        """See `Place`."""
         store = HostStore(self.link, plane_bytes)
         if reserved:
             store.add(reserved)

@@ -20,9 +20,9 @@ from torch import Tensor
 from host.direct_io import PAGE, page_aligned
 from server.backends.device import Device
 from server.backends.protocol import Movable
+from server.offload.cost import Span, Times
 from server.offload.disk_store import DiskError
 from server.offload.stores import Memory, Run, Store, Wait
-from server.offload.times import Span, Times
 
 PAGES = (PAGE,)  # what stores keep of weights: blocks of one plane, of a page each
 ALIGNMENT = 256  # of each tensor: what a GPU reads at once, and four lines of a CPU's cache

@@ -27,7 +27,7 @@ from torch import Tensor
 from host.direct_io import PAGE, page_aligned
 from server.backends.device import Device, Event, Link
 
-STAGE_BYTES = 8 << 20  # of one piece of pinned memory between a disk and a GPU
+STAGE_BYTES = 16 << 20  # of one piece of pinned memory between a disk and a GPU
 STAGES = 4
 
 Bytes = NDArray[np.uint8]
@@ -118,7 +118,7 @@ class Store(Protocol):
 
 
 class HostStore:
-    """Blocks in the host's pinned memory, for a device with memory of its own. plane_bytes: see `Memory`."""
+    """A `Store` in the host's pinned memory, for a device with memory of its own. plane_bytes: see `Memory`."""
 
     moved_bytes = 0  # nothing is on a disk
     is_direct = True
@@ -130,22 +130,18 @@ class HostStore:
         self._kept: list[tuple[Tensor, Memory]] = []
 
     def add(self, blocks: int) -> int:
-        """See `Store`."""
         self._kept.append(_pinned(self._link, blocks, self._plane_bytes))
         self._firsts.append(self._blocks)
         self._blocks += blocks
         return self._firsts[-1]
 
     def load(self, memory: Memory, runs: Sequence[Run], after: Event | None) -> Wait:
-        """See `Store`."""
         return self._copy(memory, runs, after, to_device=True)
 
     def save(self, memory: Memory, runs: Sequence[Run], after: Event | None) -> Wait:
-        """See `Store`."""
         return self._copy(memory, runs, after, to_device=False)
 
     def close(self) -> None:
-        """See `Store`."""
         for pinned, _ in self._kept:
             self._link.unpin(pinned)
         self._kept.clear()
@@ -160,7 +156,7 @@ class HostStore:
 
 
 class StagedStore:
-    """Blocks in a store of the host's memory, such as a disk's, for a device with memory of its own.
+    """A `Store` behind a store of the host's memory, such as a disk's, for a device with memory of its own.
 
     One thread moves all, in the order in which it was asked to; the disk is ahead of what is copied, or behind it.
     """
@@ -173,29 +169,23 @@ class StagedStore:
 
     @property
     def moved_bytes(self) -> int:
-        """See `Store`."""
         return self._store.moved_bytes
 
     @property
     def is_direct(self) -> bool:
-        """See `Store`."""
         return self._store.is_direct
 
     def add(self, blocks: int) -> int:
-        """See `Store`."""
         return self._store.add(blocks)
 
     def load(self, memory: Memory, runs: Sequence[Run], after: Event | None) -> Wait:
-        """See `Store`."""
         moved = self._worker.submit(self._load, memory, runs, after)
         return lambda: self._link.order(moved.result())
 
     def save(self, memory: Memory, runs: Sequence[Run], after: Event | None) -> Wait:
-        """See `Store`."""
         return self._worker.submit(self._save, memory, runs, after).result
 
     def close(self) -> None:
-        """See `Store`."""
         self._worker.shutdown()
         self._store.close()
         self._link.unpin(self._pinned)

@@ -1,6 +1,6 @@
 """One rank's tiers behind the device: slots in the host's memory, places on disk, and what moves blocks between them.
 
-Blocks move between device and host within steps, in the order of the stream (`server/stepping/host_slots.py`), and
+Blocks move between device and host within steps, in the order of the stream (`server/stepping/cache.py`), and
 between host and disk here, in threads beside the steps, which never wait for a disk. Each thread has a buffer of one
 block: a slot is written only when its content has come and its checksum is right, and is read before the disk is asked
 to take it, so that a disk that hangs holds a thread and a buffer and nothing else. What waits has timers.

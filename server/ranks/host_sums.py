@@ -73,15 +73,12 @@ class HostCollectives:
         self._failure: Exception | None = None
 
     def all_reduce(self, tensor: Tensor, operation: Operation) -> None:
-        """See `Collectives`."""
         self._in_place(tensor, operation, lambda staged: self._others.all_reduce(staged, operation))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """See `Collectives`."""
         self._in_place(tensor, "broadcast", self._others.broadcast)
 
     def all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        """See `Collectives`."""
         pieces = [self._pieces(part.view(-1)) for part in parts]
         for own, *theirs in zip(self._pieces(tensor.reshape(-1)), *pieces, strict=True):
             given, *taken = (self._staged(own, place) for place in range(1 + len(parts)))
@@ -91,13 +88,11 @@ class HostCollectives:
                 piece.copy_(staged, non_blocking=True)
 
     def barrier(self) -> None:
-        """See `Collectives`."""
         self._queue.call(self._barrier)
         self._queue.synchronize()
         self.check()
 
     def check(self) -> None:
-        """See `Collectives`."""
         if self._failure is not None:
             raise self._failure
 

@@ -23,13 +23,12 @@ from server.arch.footprint import LOGIT_ROWS
 from server.backends.device import Device, Event
 from server.backends.protocol import Backend
 from server.blocks import num_blocks
-from server.offload.times import Times
+from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Forward, StepInput, Tables
-from server.stepping.cache import KvPlacement, KVShape
+from server.stepping.cache import HostSlots, KvPlacement, KVShape, Session
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
-from server.stepping.host_slots import HostSlots, Session
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
 from server.stepping.sampling import Chosen, Watermark, choose_captured
@@ -286,10 +285,7 @@ class Engine:
         parts = [
             choose_captured(self._vocabulary, self.model.logits(rows), part, at)
             for rows, part, at in zip(
-                hidden.split(LOGIT_ROWS),
-                settings.split(LOGIT_ROWS, dim=1),
-                positions.split(LOGIT_ROWS),
-                strict=True,
+                hidden.split(LOGIT_ROWS), settings.split(LOGIT_ROWS, dim=1), positions.split(LOGIT_ROWS), strict=True
             )
         ]
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))

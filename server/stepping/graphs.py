@@ -36,7 +36,7 @@ from torch import Tensor
 
 from server.backends.device import CaptureFailed, Device
 from server.backends.protocol import Computation, GraphCapture
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Forward, Layout, Tables
 from server.stepping.sampling import TokenChoice, settings_of
 from server.stepping.sequences import StepRuns, TokenRun

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from server.arch.stages import Stage
 from server.backends.device import Device, Event
-from server.ranks.distributed import COLLECTIVE_TIMEOUT, PeerLost, Shard
+from server.ranks.collectives import COLLECTIVE_TIMEOUT, PeerLost, Shard
 from server.stepping.batch import Carried, Tables
 from server.stepping.sequences import SequenceState, TokenRun
 
@@ -98,7 +98,7 @@ class NoNeighbours:
 
 
 class StageNeighbours:
-    """The neighbours of one rank of a stage. connections: of the stage's first rank, which passes on what comes."""
+    """The `Neighbours` of one rank of a stage. connections: of the stage's first rank, which passes on what comes."""
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class StageNeighbours:
         self._due: deque[tuple[frozenset[int], Tensor]] = deque()  # tokens that will come: sequences, and their rows
 
     def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
-        """See `Neighbours`."""
         wanted = {run.sequence.id for run in runs}
         last = max((n for n, (ids, _) in enumerate(self._due, 1) if not wanted.isdisjoint(ids)), default=0)
         for _ in range(last):
@@ -128,24 +127,20 @@ class StageNeighbours:
             tables.keep(rows, token_ids)
 
     def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
-        """See `Neighbours`."""
         if self.stage.is_first:
             return None
         counts = [tokens, encoded] if encoded else [tokens]
         return Carried(*self._receive([((count, self.width), self.dtype) for count in counts]))
 
     def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
-        """See `Neighbours`."""
         self._send([carried.hidden] if carried.encoded is None else [carried.hidden, carried.encoded])
         if self.stage.is_first and sampled:
             self._due.append((frozenset(s.id for s in sampled), rows.clone()))
 
     def give_tokens(self, token_ids: Tensor) -> None:
-        """See `Neighbours`."""
         self._send([token_ids])
 
     def close(self) -> None:
-        """See `Neighbours`."""
         if self._connections is not None:
             self._connections.close()
 

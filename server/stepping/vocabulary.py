@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from server.backends.protocol import Gather, Logits, LogitSummary, TypicalBounds
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from server.arch.footprint import LOGIT_ROWS
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
-from server.ranks.distributed import COLLECTIVE_TIMEOUT
+from server.ranks.collectives import COLLECTIVE_TIMEOUT
 from server.stepping import cache
 from server.stepping.engine import LEAST_SEQUENCES, Engine
 

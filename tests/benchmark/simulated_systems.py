@@ -30,8 +30,6 @@ BETWEEN_STARTS = 0.03  # standard deviation of the logarithm of a start's speed
 BETWEEN_REQUESTS = 0.1  # and of a request's, within its start
 STREAMS = 16
 TOKENS_OF_AN_EVENT = 4
-FEWEST_INTERVALS = 50  # of which a share is told: one of 5 % is then known to within 6
-
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Random = np.random.Generator
 
@@ -122,25 +120,7 @@ def differs(figure: Figure) -> bool:
     return figure.verdict == DIFFERS
 
 
-def leaves_out_one(figure: Figure) -> bool:
-    """Whether the interval within a start would say that the systems differ."""
-    return figure.within_start is not None and not figure.within_start.low <= 1 <= figure.within_start.high
-
-
 # --------------------------------------------------------------------------------------------------------- tables
-
-
-def within_table(count: int) -> str:
-    """Equal queues with nothing in common, one start each: how many intervals there are, and how many of those leave
-    out 1, where there are enough to tell."""
-    cells = []
-    for load in (0.5, 0.8, 0.9):
-        for requests in (300, 1000, 3000, 10_000, 30_000):
-            found = figures(Queue(load, same_work=False), count, starts=1, requests=requests, spread=0.0)
-            given = [figure for figure in found if figure.within_start is not None]
-            err = _percent(share(given, leaves_out_one)) if len(given) >= FEWEST_INTERVALS else "-"
-            cells.append([load, requests, _percent(len(given) / count), err])
-    return table(("Load", "Requests", "With an interval (%)", "Of these, leave out 1 (%)"), cells)
 
 
 def between_table(count: int) -> str:
@@ -180,6 +160,6 @@ def _percent(part: float) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=500)
-    for made in (within_table, between_table, starts_table):
+    for made in (between_table, starts_table):
         print(made(parser.parse_args().pairs), flush=True)
         print()

@@ -1,10 +1,12 @@
-"""The command line: one sentence and an exit code for whatever goes wrong."""
+"""The command line: one sentence and an exit code for whatever goes wrong, SIGTERM too."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +31,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     assert "[]" == shown.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["latency", "offline", "reproduce", "plan", "probes", "kernels", "promises", "gpu"])
+@pytest.mark.parametrize("name", ["latency", "offline", "reproduce", "plan", "kernels", "gpu"])
 def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
@@ -51,8 +53,6 @@ def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureF
         ["plan"],
         ["plan", "--model-id", "bloom-560m", "--device", "abacus"],
         ["offline", "--num-prompts", "-1"],
-        ["promises", "--repeat", "0"],
-        ["promises", "--only", "world-peace"],
     ],
 )
 def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +82,7 @@ def test_what_fails_is_said_in_one_sentence(
     assert line.startswith(sentence)
 
 
-@pytest.mark.parametrize(
-    "command", [["latency"], ["offline"], ["promises"], ["plan", "--model-id", "bloom-560m", "--device", "l4"]]
-)
+@pytest.mark.parametrize("command", [["latency"], ["offline"], ["plan", "--model-id", "bloom-560m", "--device", "l4"]])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,3 +161,38 @@ def test_nobody_listens_to_standard_error() -> None:
     command = ["bash", "-c", f"{sys.executable} -m benchmark {flags} 2>&-"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout.splitlines()[0]) == (0, "# null on cpu")
+
+
+# --------------------------------------------------------------------------------------------------------- interruption
+
+
+class Deaf(asyncio.Protocol):
+    """A connection during one of whose callbacks SIGTERM comes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        transport.close()
+
+
+def test_sigterm_within_a_callback_of_a_connection_ends_what_is_awaited() -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(Deaf, "127.0.0.1", 0)
+        async with server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                await asyncio.sleep(60)
+            finally:
+                writer.close()
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch.run_interruptible(story())
+        assert signal.default_int_handler is signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_ends_by_itself_has_its_result() -> None:
+    assert "done" == launch.run_interruptible(asyncio.sleep(0, "done"))

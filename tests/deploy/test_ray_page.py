@@ -50,10 +50,7 @@ def test_the_table_has_every_setting() -> None:
     [
         ("max_ongoing_requests", [Model.model_fields["max_ongoing_requests"]]),
         ("graceful_shutdown_timeout_s", [Model.model_fields["graceful_shutdown_timeout_s"]]),
-        (
-            "health_check_period_s",
-            [Model.model_fields[f"health_check_{name}_s"] for name in ("period", "timeout")],
-        ),
+        ("health_check_period_s", [Model.model_fields[f"health_check_{name}_s"] for name in ("period", "timeout")]),
         ("most_tries", [Deployment.model_fields[name] for name in ("most_tries", "give_up_s")]),
         ("num_ingresses", [Deployment.model_fields["num_ingresses"]]),
     ],

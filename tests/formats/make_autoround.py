@@ -13,15 +13,8 @@ from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-FOUR = {
-    "bits": 4,
-    "group_size": 128,
-    "iters": 1,
-    "nsamples": 8,
-    "seqlen": 32,
-    "batch_size": 1,
-    "enable_torch_compile": False,
-}
+FEW = {"iters": 1, "nsamples": 8, "seqlen": 32, "batch_size": 1, "enable_torch_compile": False}
+FOUR = {"bits": 4, "group_size": 128, **FEW}
 SCHEMES = {
     "symmetric": (FOUR | {"sym": True}, "auto_round"),
     "asymmetric": (FOUR | {"sym": False}, "auto_round"),

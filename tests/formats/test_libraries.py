@@ -27,13 +27,13 @@ from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Part, Tensors
 from server.checkpoint.weights import Checkpoint
 from server.layers.linear import LinearFormat
-from server.quant import meanings
-from server.quant.stored import QuantisedWeight
-from server.ranks.distributed import Shard
+from server.quantisation import config_keys
+from server.quantisation.stored import QuantisedWeight
+from server.ranks.collectives import Shard
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
 from tests.server.driver import all_logits, load_engine
-from tests.server.quant.cases import WEIGHTS, prompt_of
+from tests.server.quantisation.cases import WEIGHTS, prompt_of
 from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.tiny import CASES
@@ -173,8 +173,8 @@ def test_what_a_library_does_not_make_is_still_not_made(made: Made, library: str
 
 def test_every_setting_of_torchao_is_known(made: Made) -> None:
     for name, settings in json.loads((made("torchao") / "settings.json").read_text()).items():
-        known = (*meanings.SERVED_OF_TORCHAO[name], *meanings.READ_OF_TORCHAO[name])
-        assert set(settings) - {"version"} <= {*known, *meanings.WITHOUT_MEANING_OF_TORCHAO}
+        known = (*config_keys.SERVED_OF_TORCHAO[name], *config_keys.READ_OF_TORCHAO[name])
+        assert set(settings) - {"version"} <= {*known, *config_keys.WITHOUT_MEANING_OF_TORCHAO}
 
 
 def dense_of(folder: Path, kind: str, to: Path) -> Path:

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from server import backends
 from server.__main__ import TEARDOWN_SECONDS
 from server.pb import generate_pb2 as pb
-from server.ranks.distributed import connect, disconnect
+from server.ranks.collectives import connect, disconnect
 from server.service import ShardService
 from server.stepping.engine import Engine, Launched, StepResult
 from tests.server.driver import generate, load_engine

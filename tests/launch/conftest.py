@@ -46,16 +46,16 @@ def start(temporary: Path) -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.fixture(params=[{}, {"fork_server": FORK_SERVER}], ids=["own processes", "forks"])
-def supervise(start: Start, request: pytest.FixtureRequest) -> Start:
-    # By default nothing is waited for longer than a test waits: what ends, ends before these limits. Whoever might have
-    # caused a failure has `blame` seconds to say so.
+@pytest.fixture
+def supervise(start: Start) -> Start:
+    # Shards are forks, as those of servers are, and the router is a process of its own. Nothing is waited for longer
+    # than a test waits: what ends, ends before these limits. Whoever might have caused a failure has `blame` seconds.
     def run(
         as_json: bool = False, drain: float = 100, stop: float = 100, blame: float = 0.1, **scripts: str
     ) -> subprocess.Popen[str]:
         named = {name.replace("_", "-"): code for name, code in scripts.items()}
-        options = {"scripts": named, "as_json": as_json, "drain": drain, "stop": stop, "blame": blame, **request.param}
-        return start(SUPERVISE, json.dumps(options))
+        limits = {"as_json": as_json, "drain": drain, "stop": stop, "blame": blame}
+        return start(SUPERVISE, json.dumps({"scripts": named, "fork_server": FORK_SERVER, **limits}))
 
     return run
 

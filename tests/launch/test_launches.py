@@ -82,11 +82,7 @@ def test_sigquit_leaves_no_folder(launch: Start) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "is_warned"),
-    [
-        ([], False),
-        (["--hostname=0.0.0.0"], True),
-        (["--hostname=0.0.0.0", "--api-key=key"], False),
-    ],
+    [([], False), (["--hostname=0.0.0.0"], True), (["--hostname=0.0.0.0", "--api-key=key"], False)],
 )
 def test_server_that_anyone_can_use_says_so(launch: Start, argv: list[str], is_warned: bool) -> None:
     """Only who asks for it has such a server: by default it listens on this machine alone."""

@@ -22,7 +22,8 @@ import pytest
 ray = pytest.importorskip("ray", reason="Ray is an extra: `make test-ray` has an environment with it")
 
 from benchmark.__main__ import main  # noqa: E402
-from benchmark.serving.workload import poisson_times  # noqa: E402
+from benchmark.serving.outcomes import Load  # noqa: E402
+from benchmark.serving.workload import arrival_times  # noqa: E402
 from lockstep_ray.requests import size_of  # noqa: E402
 from tests.ray.fleet import Fleet, Told, client, serving, stream  # noqa: E402
 from tests.ray.traces import Arrived, keep, trace  # noqa: E402
@@ -125,7 +126,8 @@ def test_simulate_foretells_what_is_found_in_caches_and_first_tokens(
     idle_ms = idle_ttft_ms(fleet.url)
     requests, path = trace(window, 7), tmp_path / "trace.jsonl"
     before = fleet.counters()
-    told, sent = send(fleet.url, requests, poisson_times(RATE, len(requests), random.Random(window)))
+    times = arrival_times(Load(request_rate=RATE), len(requests), None, random.Random(window))
+    told, sent = send(fleet.url, requests, times)
     after = fleet.counters()
     assert [] == [each.error for each in told if not each.is_whole]
     arrived = [

@@ -7,6 +7,7 @@ a function of that.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,37 @@ from typing import Any
 
 import httpx2
 
-from tests.router.doubles import EOS, fake_shards, make_limits
+from tests.router.doubles import EOS, fake_shards, make_limits, tasks_in_process
 from tests.router.site import Site, site
 
 END_OF_PROMPT = "\x01"
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}" + END_OF_PROMPT
+TELLING = f"{TEMPLATE[:-1]}{{{{ enable_thinking | default('') }}}}{{{{ add_generation_prompt }}}}{END_OF_PROMPT}"
+LAST_ALONE = "{{ messages[-1]['content'] }}" + END_OF_PROMPT
+WITH_TOOLS = {"tool_call_parser": "hermes", "reasoning_parser": "think"}  # settings for what `reply` writes
 LIMITS = {"max_input_length": 4000, "max_total_tokens": 4500, "max_batch_total_tokens": 20_000}
 LIMITS |= {"max_batch_prefill_tokens": 4000}
+
+
+def one_two(_: str) -> str:
+    """What a model says to everything."""
+    return "one two"
+
+
+def called(name: str, **arguments: Any) -> str:
+    """A call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def reply(prompt: str) -> str:
+    """Calls as many tools as the question has words; a result ends it."""
+    if '"role": "tool"' in prompt:
+        return "It rains."
+    if "think" in prompt:
+        return f"<think>Hm.</think>Well.{called('weather', place='Ulm')}"
+    if "weather" not in prompt:
+        return "No tools here."
+    return f"I look.\n{called('weather', place='Ulm')}\n{called('time')}"
 
 
 @dataclass
@@ -59,7 +84,7 @@ def replying(reply: Callable[[str], str]) -> dict[str, Any]:
 
 @contextmanager
 def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, **config: Any) -> Iterator[Served]:
-    """folder: for the template's file."""
+    """folder: for the template's file. Tasks aside are done in this process: another takes longer to start."""
     path = folder / "template.jinja"
     path.write_text(template)
     ready: Any = threading.Event()
@@ -75,12 +100,13 @@ def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, 
             await it.all_free()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert ready.wait(60)
-    it, loop, is_over = found
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{it.port}", timeout=60) as http:
-            yield Served(it, http)
-    finally:
-        loop.call_soon_threadsafe(is_over.set)
-        thread.join()
+    with tasks_in_process():
+        thread.start()
+        assert ready.wait(60)
+        it, loop, is_over = found
+        try:
+            with httpx2.Client(base_url=f"http://127.0.0.1:{it.port}", timeout=60, verify=False) as http:
+                yield Served(it, http)
+        finally:
+            loop.call_soon_threadsafe(is_over.set)
+            thread.join()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import httpx2
 import uvicorn
 from fastapi import FastAPI
+from fastapi.utils import create_model_field
 
 from router.apis.app import create_app
 from router.apis.document import api_document
@@ -60,21 +62,30 @@ async def site(shards: FakeShardedClient | None = None, **options: Any) -> Async
     """What `unserved` makes, on a loopback port, through the guarded protocol."""
     async with unserved(shards, **options) as it:
         async with serving(it.app, it.settings) as it.port:
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=60) as it.http:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=60, verify=False) as it.http:
                 yield it
 
 
-@cache
-def documents() -> dict[tuple[Any, ...], bytes]:
-    return {}
+DOCUMENTS: dict[tuple[bool, ...], bytes] = {}
 
 
-def document_once(app: FastAPI, **about: bool) -> bytes:
+def document_once(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes:
     """The API's document, which takes longer to make than the rest of an application and is always the same."""
-    key = tuple(sorted(about.items()))
-    if key not in documents():
-        documents()[key] = api_document(app, **about)
-    return documents()[key]
+    if (key := (has_keys, is_on_loopback)) not in DOCUMENTS:
+        DOCUMENTS[key] = api_document(app, has_keys=has_keys, is_on_loopback=is_on_loopback)
+    return DOCUMENTS[key]
+
+
+@cache
+def schema_of(shape: Any, mode: Any) -> Any:
+    return create_model_field(name="", type_=shape, mode=mode)
+
+
+def schema_once(name: str, type_: Any, mode: str = "validation") -> Any:
+    """What the framework makes of an answer's shape, for every application anew."""
+    field = copy(schema_of(type_, mode))
+    field.name = name
+    return field
 
 
 @asynccontextmanager
@@ -95,7 +106,7 @@ async def unserved(
     settings = RouterConfig(**given)
     metrics = Metrics(wanted)
     batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching)
-    with patch("router.apis.app.api_document", document_once):
+    with patch("router.apis.app.api_document", document_once), patch("fastapi.routing.create_model_field", schema_once):
         app = create_app(
             settings,
             limits=wanted,
@@ -122,15 +133,23 @@ async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1
     fixed: dict[str, Any] = {"ws": "none", "log_config": None, "access_log": False}
     # A story that fails leaves connections behind: its server ends all the same.
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=5, **fixed))
-    task = asyncio.create_task(server._serve([listener]))
-    while not server.started:
-        await asyncio.sleep(0.001)
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup([listener])
+    await server.on_tick(0)  # which would come every 0.1 s: what waits for it here is the end alone
     port: int = listener.getsockname()[1]
     try:
         yield port
     finally:
-        server.should_exit = True
-        await task
+        for _ in range(5):  # in which it sees that clients have closed
+            await asyncio.sleep(0)
+        if server.server_state.connections or server.server_state.tasks:
+            await server.shutdown([listener])
+        else:  # the same without its tenth of a second
+            for accepting in server.servers:
+                accepting.close()
+            listener.close()
+            await server.lifespan.shutdown()
         for connection in tuple(server.server_state.connections):  # what it has not closed within its 5 s
             connection.transport.abort()
         await asyncio.sleep(0)  # in which transports that close let their sockets go
@@ -139,6 +158,18 @@ async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1
 def in_process(app: FastAPI) -> httpx2.AsyncClient:
     """Straight to the ASGI application, with headers that no client library would send."""
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test")
+
+
+@asynccontextmanager
+async def answering_site(
+    template: str, answer: str = "one two", limits: Mapping[str, int] | None = None, **config: Any
+) -> AsyncIterator[Site]:
+    """A site for chats whose shards give this answer. At its end no request has left anything behind."""
+    shards = fake_shards(make_limits(), **answering(answer))
+    async with site(shards, config={"chat_template": template, **config}, **(limits or {})) as it:
+        it.http.timeout = 60  # the first chat may wait for a process
+        yield it
+        await it.all_free()
 
 
 def events_in(text: str) -> list[dict[str, Any]]:

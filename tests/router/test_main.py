@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -101,7 +100,7 @@ def body(max_new_tokens: int) -> dict[str, Any]:
 
 def client(it: Process) -> httpx2.AsyncClient:
     """One that waits as long as a busy machine takes."""
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=60)
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=60, verify=False)
 
 
 async def generating(http: httpx2.AsyncClient) -> None:
@@ -111,7 +110,7 @@ async def generating(http: httpx2.AsyncClient) -> None:
 
 
 async def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path) -> None:
-    async with router(tmp_path) as it, client(it) as http:
+    async with router(tmp_path, log_level="debug") as it, client(it) as http:
         await asyncio.sleep(0.5)
         try:
             await http.get("/health")
@@ -134,28 +133,8 @@ async def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path:
     ended = [record for record in it.records if record["message"].startswith("request ended")]
     assert [record["reason"] for record in ended] == ["unavailable", "length"]
     assert all({"timestamp", "level", "target", "message"} <= record.keys() for record in it.records)
-
-
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        ("error", ["ready at"]),
-        ("debug", ["waiting for", "model ", "ready at", "step planned", "request ended: length"]),
-    ],
-)
-async def test_log_level_chooses_records_and_the_launcher_always_learns_of_readiness(
-    tmp_path: Path, level: str, expected: list[str]
-) -> None:
-    async with shard(tmp_path), router(tmp_path, log_level=level) as it:
-        await it.record(event="ready")
-        async with client(it) as http:
-            assert (await http.post("/generate", json=body(1))).status_code == 200
-        it.process.send_signal(signal.SIGTERM)
-        assert await it.exit_status() == 0
-    messages = [record["message"] for record in it.records if "is_silent" not in record]
-    for beginning in expected:
-        assert any(message.startswith(beginning) for message in messages)
-    assert level == "debug" or len(expected) == len(messages)
+    for beginning in ("waiting for", "model ", "ready at", "step planned"):
+        assert any(record["message"].startswith(beginning) for record in it.records)
 
 
 async def test_second_signal_aborts(tmp_path: Path) -> None:
@@ -179,7 +158,8 @@ async def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None
 
 
 async def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None:
-    async with shard(tmp_path, step_delay_s=0.2) as (server, _), router(tmp_path) as it:
+    """And the launcher learns of what it acts on at every log level."""
+    async with shard(tmp_path, step_delay_s=0.2) as (server, _), router(tmp_path, log_level="error") as it:
         await it.record(event="ready")
         async with client(it) as http:
             running = asyncio.create_task(http.post("/generate", json=body(500)))
@@ -189,20 +169,18 @@ async def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None
             assert await it.exit_status() == 1
         assert it.records[-1]["level"] == "CRITICAL"
         assert it.records[-1]["message"].startswith("shard 0: ")
+    assert all("event" in record or record["level"] in ("ERROR", "CRITICAL") for record in it.records)
 
 
-async def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path) -> None:
-    async with shard(tmp_path):
-        cases: list[tuple[dict[str, Any], str]] = [
-            ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
-            ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
-            ({"model_path": "/nowhere"}, "/nowhere has no tokenizer.json"),
-        ]
-        if importlib.util.find_spec("opentelemetry.sdk") is None:
-            cases.append(({"otlp_endpoint": "http://127.0.0.1:1"}, "pip install --editable '.[otel]'"))
-        for fields, sentence in cases:
-            async with router(tmp_path, **fields) as it:
-                assert await it.exit_status() == 1
-            critical = [record for record in it.records if record["level"] == "CRITICAL"]
-            assert len(critical) == 1
-            assert sentence in critical[0]["message"]
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
+        ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
+    ],
+)
+async def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
+    async with shard(tmp_path), router(tmp_path, **fields) as it:
+        assert await it.exit_status() == 1
+    [critical] = [record for record in it.records if record["level"] == "CRITICAL"]
+    assert sentence in critical["message"]

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from tests.server import published, tiny
 
 CASES = [*tiny.CASES, *published.CASES]
+# Between them: ALiBi, learned and rotated positions, windows in some layers, one kv head, experts, an encoder, biases.
+VARIED = ("bloom", "opt", "falcon-7b", "gemma3_text", "mixtral", "t5")
 Oracle = Callable[[list[int], list[int]], Tensor]  # prompt, generated → logits [T, V] of all that is decoded
 Checkpoints = Callable[[str], tuple[Path, Oracle]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +20,17 @@ from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.layers import onednn_packs
+from server.backends.protocol import Computation
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.checkpoint import quantisation
+from server.checkpoint import formats
 from server.checkpoint.weights import Checkpoint, Weights
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
-from server.quant.kv import KV_FORMATS
-from server.ranks.distributed import Shard
+from server.quantisation.kv import KV_FORMATS
+from server.ranks.collectives import Shard
 from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine
 from server.stepping.pipeline import StageConnections, StageNeighbours
@@ -90,7 +92,7 @@ def load_engine(
         backend = ReferenceBackend(CpuDevice()) if kernels is None else CpuBackend(kernels, dtype)
     hf_config = json.loads((folder / "config.json").read_text())
     family, spec = families.find(hf_config)
-    stored = quantisation.choose(quantise, folder, hf_config, quantise_head)
+    stored = formats.choose(quantise, folder, hf_config, quantise_head)
     weights = Weights.open(
         Checkpoint(folder),
         family.names,
@@ -122,6 +124,28 @@ def load_engine(
         fraction=1.0,
     )
     return engine
+
+
+class Repeating:
+    """Captures by running the computation itself again: a device that fills batches up to a few sizes."""
+
+    sizes: tuple[int, ...] = (2, 5, 8)
+    prompt_tokens = (16, 48)
+    computes = False
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.replayed: Counter[int] = Counter()
+
+    def __call__(self, function: Computation) -> Computation:
+        number, self.captured = self.captured, self.captured + 1
+        function()
+
+        def replay() -> tuple[Tensor, ...]:
+            self.replayed[number] += 1
+            return function()
+
+        return replay
 
 
 # The tokens so far → those that come next in any case, and then those one of which may come.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +16,13 @@ from server.config import ShardConfig
 from server.loading import load
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.service import ShardService, serve
 from server.stepping.warmup import warm_up
 from tests.cpu_kernels import asked
 from tests.server.driver import GREEDY
 
-Body = Callable[[pb_grpc.ShardStub, ShardService], Awaitable[None]]
+Served = AbstractAsyncContextManager[tuple[pb_grpc.ShardStub, ShardService]]
 LIMITS = pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=128, useful_tokens=1024)
 
 
@@ -40,19 +40,20 @@ def config_of(folder: Path, socket: Path, **changes: object) -> ShardConfig:
 
 
 @pytest.fixture
-def with_shard(tiny_bloom: Path, tmp_path: Path) -> Callable[[Body], None]:
-    """Runs a coroutine against a served shard."""
+def shard(tiny_bloom: Path, tmp_path: Path) -> Iterator[Served]:
+    """A shard to be served, once a test's loop runs."""
 
-    async def run(body: Body) -> None:
+    @asynccontextmanager
+    async def served() -> AsyncIterator[tuple[pb_grpc.ShardStub, ShardService]]:
         socket = tmp_path / "shard.sock"
         service = ShardService(*load(config_of(tiny_bloom, socket)), cuda_memory_fraction=1.0)
         server = await serve(service, str(socket))
         async with grpc.aio.insecure_channel(f"unix://{socket}") as channel:
-            await body(pb_grpc.ShardStub(channel), service)
+            yield pb_grpc.ShardStub(channel), service
         await server.stop(grace=0)
 
     threads = torch.get_num_threads()
-    yield lambda body: asyncio.run(run(body))  # type: ignore[misc]
+    yield served()
     torch.set_num_threads(threads)
 
 
@@ -67,18 +68,16 @@ def first_step(id: int = 1, prompt: tuple[int, ...] = (5, 6, 7), chunk: int = 3)
     return request
 
 
-def test_info_says_what_was_loaded(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_info_says_what_was_loaded(shard: Served) -> None:
+    async with shard as (stub, _):
         info = await stub.Info(pb.InfoRequest())
         assert ("bloom", "float32", "cpu", 103) == (info.model_type, info.dtype, info.device, info.vocab_size)
         assert info.weight_bytes > 0
         assert 2 * 3 * 64 * 4 == info.kv_bytes_per_token
 
-    with_shard(body)
 
-
-def test_warmup_reports_the_cache_and_refuses_what_does_not_fit(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_warmup_reports_the_cache_and_refuses_what_does_not_fit(shard: Served) -> None:
+    async with shard as (stub, _):
         too_many = pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=128, max_batch_total_tokens=2**31)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Warmup(too_many)
@@ -89,11 +88,9 @@ def test_warmup_reports_the_cache_and_refuses_what_does_not_fit(with_shard: Call
         info = await stub.Info(pb.InfoRequest())
         assert (16, 64) == (info.block_size, info.num_blocks)
 
-    with_shard(body)
 
-
-def test_a_shard_that_is_warm_answers_the_next_router_as_the_first(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_a_shard_that_is_warm_answers_the_next_router_as_the_first(shard: Served) -> None:
+    async with shard as (stub, _):
         reply = await stub.Warmup(LIMITS)
         assert reply == await stub.Warmup(LIMITS)
         another = pb.WarmupRequest()
@@ -112,11 +109,9 @@ def test_a_shard_that_is_warm_answers_the_next_router_as_the_first(with_shard: C
             error.value.details()
         )
 
-    with_shard(body)
 
-
-def test_a_new_router_begins_with_no_sequences(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_a_new_router_begins_with_no_sequences(shard: Served) -> None:
+    async with shard as (stub, _):
         await stub.Warmup(LIMITS)
         assert [r async for r in stub.Run(requests_of(first_step(), pb.StepRequest(step=2, decode=True)))]
         fresh = first_step()
@@ -127,11 +122,9 @@ def test_a_new_router_begins_with_no_sequences(with_shard: Callable[[Body], None
         again = [r async for r in stub.Run(requests_of(first_step()))]
         assert "sequence 1 is on this shard already" in again[0].error
 
-    with_shard(body)
 
-
-def test_reply_k_answers_request_k_though_the_next_was_sent_before(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_reply_k_answers_request_k_though_the_next_was_sent_before(shard: Served) -> None:
+    async with shard as (stub, _):
         await stub.Warmup(LIMITS)
         decodes = [pb.StepRequest(step=k, decode=True) for k in (2, 3)]
         replies = [r async for r in stub.Run(requests_of(first_step(), *decodes, pb.StepRequest(step=4, retire=[1])))]
@@ -140,11 +133,9 @@ def test_reply_k_answers_request_k_though_the_next_was_sent_before(with_shard: C
         assert all(r.top_ids[0] == r.token_ids[0] and list(r.top_counts) == [2] for r in replies[:3])
         assert all(r.forward_ns > 0 for r in replies[:3])
 
-    with_shard(body)
 
-
-def test_an_error_is_a_reply_and_the_stream_goes_on(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_an_error_is_a_reply_and_the_stream_goes_on(shard: Served) -> None:
+    async with shard as (stub, service):
         await stub.Warmup(LIMITS)
         bad, good = first_step(chunk=4), first_step(id=2)
         good.step = 2
@@ -153,11 +144,9 @@ def test_an_error_is_a_reply_and_the_stream_goes_on(with_shard: Callable[[Body],
         assert [2] == list(replies[1].ids)
         assert not service.failed.done()
 
-    with_shard(body)
 
-
-def test_whoever_retires_leaves_though_the_step_is_refused(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_whoever_retires_leaves_though_the_step_is_refused(shard: Served) -> None:
+    async with shard as (stub, _):
         await stub.Warmup(LIMITS)
         bad = first_step(id=2, chunk=4)
         bad.step = 2
@@ -167,21 +156,17 @@ def test_whoever_retires_leaves_though_the_step_is_refused(with_shard: Callable[
         assert "sequence 2 has 3 prompt tokens left, not 4" in replies[1].error
         assert [[1], [], []] == [list(r.ids) for r in replies]
 
-    with_shard(body)
 
-
-def test_health_counts_steps(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_health_counts_steps(shard: Served) -> None:
+    async with shard as (stub, _):
         await stub.Warmup(LIMITS)
         assert [r async for r in stub.Run(requests_of(first_step()))]
         health = await stub.Health(pb.HealthRequest())
         assert (1, 1, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
 
-    with_shard(body)
 
-
-def test_a_profile_covers_the_steps_between_start_and_stop(with_shard: Callable[[Body], None]) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_a_profile_covers_the_steps_between_start_and_stop(shard: Served) -> None:
+    async with shard as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError, match="no profile was started"):
             await stub.Profile(pb.ProfileRequest())
         await stub.Warmup(LIMITS)
@@ -191,8 +176,6 @@ def test_a_profile_covers_the_steps_between_start_and_stop(with_shard: Callable[
         assert any(name.startswith(("aten::", "lockstep::")) for name in reply.names)
         assert sorted(reply.self_ns, reverse=True) == list(reply.self_ns)
         assert min(reply.calls) >= 1
-
-    with_shard(body)
 
 
 def test_shards_that_heads_do_not_fill_are_refused_before_weights_are_read(tiny_bloom: Path, tmp_path: Path) -> None:
@@ -232,12 +215,11 @@ def test_random_weights_need_no_checkpoint(tiny_bloom: Path, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_a_lost_device_ends_the_shard(
-    with_shard: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: bool
+async def test_a_lost_device_ends_the_shard(
+    shard: Served, monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: bool
 ) -> None:
     """Every later step would fail, while the health of one shard stayed good."""
-
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+    async with shard as (stub, service):
         await stub.Warmup(LIMITS)
 
         def fail(request: pb.StepRequest) -> None:
@@ -251,21 +233,15 @@ def test_a_lost_device_ends_the_shard(
             assert str(error).splitlines()[0] in str(service.failed.result())
             assert 1 == len(str(service.failed.result()).splitlines())
 
-    with_shard(body)
 
-
-def test_what_all_ranks_refuse_alike_ends_none_of_them(
-    with_shard: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_what_all_ranks_refuse_alike_ends_none_of_them(shard: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with shard as (stub, service):
         await stub.Warmup(LIMITS)
         monkeypatch.setattr(service, "_engine", SimpleNamespace(launch=service._engine.launch, shard=Shard(0, 2)))
         (reply,) = [r async for r in stub.Run(requests_of(first_step(chunk=4)))]
         assert "sequence 1 has 3 prompt tokens left, not 4" in reply.error
         assert not reply.HasField("failed_rank")
         assert not service.failed.done()
-
-    with_shard(body)
 
 
 @pytest.mark.parametrize(
@@ -278,12 +254,8 @@ def test_what_all_ranks_refuse_alike_ends_none_of_them(
         ),
     ],
 )
-def test_limits_that_no_router_sends_are_refused(
-    with_shard: Callable[[Body], None], wanted: pb.WarmupRequest, sentence: str
-) -> None:
-    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+async def test_limits_that_no_router_sends_are_refused(shard: Served, wanted: pb.WarmupRequest, sentence: str) -> None:
+    async with shard as (stub, _):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Warmup(wanted)
         assert (grpc.StatusCode.INVALID_ARGUMENT, sentence) == (raised.value.code(), raised.value.details())
-
-    with_shard(body)

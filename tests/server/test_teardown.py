@@ -16,7 +16,7 @@ from server import loading
 from server.backends.cpu.device import CpuDevice
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
-from server.ranks import distributed
+from server.ranks import collectives
 from server.stepping.engine import Engine
 from tests.running import ROOT
 from tests.server.test_service import config_of
@@ -24,14 +24,14 @@ from tests.server.test_service import config_of
 HANGS = """
 import asyncio, sys, time
 import server.__main__ as shard
-from server.ranks import distributed
+from server.ranks import collectives
 from server.config import ShardConfig
 
 async def now():
     print("stopped", flush=True)
 
 shard._stop_signal, shard.TEARDOWN_SECONDS = now, 0.5
-distributed.disconnect = lambda: time.sleep(60)
+collectives.disconnect = lambda: time.sleep(60)
 asyncio.run(shard.run(ShardConfig.load(sys.argv[1])))
 """
 
@@ -78,7 +78,7 @@ def test_graphs_go_before_the_process_group(tiny_bloom: Path, tmp_path: Path, mo
     real_load, threads = loading.load, torch.get_num_threads()
     monkeypatch.setattr(loading, "load", load)
     monkeypatch.setattr(CpuDevice, "event", lambda device: Reached(order))
-    monkeypatch.setattr(distributed, "disconnect", lambda: order.append("the group is destroyed"))
+    monkeypatch.setattr(collectives, "disconnect", lambda: order.append("the group is destroyed"))
     monkeypatch.setattr(shard, "_stop_signal", stop)
     monkeypatch.setattr(shard, "_end_within", lambda seconds: order.append("a timer runs"))
     assert 0 == asyncio.run(shard.run(config_of(tiny_bloom, tmp_path / "s")))

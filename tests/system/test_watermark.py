@@ -19,7 +19,7 @@ import torch
 
 from router.text.watermark import Detection, TextTooShort, detect, is_green, needed
 from server.backends.reference.logits import StockLogits
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.sampling import greenlist
 from server.stepping.vocabulary import Vocabulary
 from tests.running import ROOT, Server, generate_all, tokens_of

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from router.apis.openai.answers import renamed, status_of
 from router.chat.pieces import AnswerReader, Part, parts_of
 from router.errors import RouterError, TooLong
-from router.requests.samples import Answer
+from router.requests.generation import Answer
 from router.scheduling.request import Entry
 from router.text.generated import FinishReason
 

@@ -26,6 +26,7 @@ from router.apis.anthropic.answers import (
     usage,
 )
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, PlainReader, Reasoning, Text
+from router.http.responses import named_frame
 from router.requests.generation import OpenRequest
 from router.scheduling.request import Event, Failed, Finished, Token
 
@@ -125,14 +126,14 @@ CALL_DELTA: InputDelta = {"type": "input_json_delta", "partial_json": "\0"}
 
 
 def frame(event: MessageEvent | MessageError) -> bytes:
-    """One server-sent event, named after its type."""
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dumps(event))
+    """One server-sent event."""
+    return named_frame(event)
 
 
 class MessageFrames:
     """Turns the events of one stream into Anthropic's."""
 
-    def __init__(self, head: Head, reader: AnswerReader, opened: OpenRequest) -> None:
+    def __init__(self, head: Head, opened: OpenRequest, reader: AnswerReader) -> None:
         self._head = head
         self._reader = reader
         self._is_plain = isinstance(reader, PlainReader)

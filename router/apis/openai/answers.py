@@ -18,7 +18,7 @@ from host.version import version
 from router.apis.openai.logprobs import ChatLogprobs, CompletionLogprobs, Scoring, TextLogprobs, shown_tokens, text_of
 from router.chat.pieces import AnswerReader, Content, CountingReader, whole
 from router.errors import RouterError, TooLong
-from router.requests.samples import Answer, one_per_prompt
+from router.requests.generation import Answer, one_per_prompt
 from router.scheduling.request import Entry, Finished, PromptScores
 from router.text.generated import FinishReason
 
@@ -243,19 +243,54 @@ def usage(entries: Sequence[Entry], num_reasoning: int | None = None) -> Usage:
     return told
 
 
-def chat_completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry]) -> ChatCompletion:
-    """The whole answer of `/v1/chat/completions`, of text alone."""
-    choices: list[ChatChoice] = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.finished.generated_text},
-            "logprobs": None,
-            "finish_reason": REASONS[answer.finished.reason],
-            **stop_reason(answer.finished),
-        }
-        for index, answer in enumerate(answers)
-    ]
-    return {"object": "chat.completion", **head.fields(), "choices": choices, "usage": usage(entries, 0)}
+def chat_completion(
+    head: Head,
+    answers: Sequence[Answer],
+    entries: Sequence[Entry],
+    readers: Sequence[CountingReader] | None = None,
+    reasoning: ReasoningName | None = None,
+) -> ChatCompletion:
+    """The whole answer of `/v1/chat/completions`.
+
+    readers: find reasoning and calls of tools; None: it is text alone. reasoning: what it is called; None: not shown.
+    """
+    none: list[CountingReader | None] = [None] * len(answers)
+    each = zip(answers, readers or none, strict=True)
+    choices = [_choice(index, answer, reader, reasoning) for index, (answer, reader) in enumerate(each)]
+    counts = usage(entries, sum(reader.num_reasoning for reader in readers or ()))
+    return {"object": "chat.completion", **head.fields(), "choices": choices, "usage": counts}
+
+
+def _choice(index: int, answer: Answer, reader: CountingReader | None, reasoning: ReasoningName | None) -> ChatChoice:
+    finished = answer.finished
+    content = Content(finished.generated_text)
+    reason: ChatReason = REASONS[finished.reason]
+    if reader is not None:
+        pieces = [piece for token in answer.tokens for piece in reader.feed(token.text)]
+        content = whole([*pieces, *reader.end()])
+        reason = chat_reason(finished.reason, reader, has_calls=bool(content.calls))
+    return {
+        "index": index,
+        "message": _message(content, reasoning),
+        "logprobs": None,
+        "finish_reason": reason,
+        **stop_reason(finished),
+    }
+
+
+def _message(content: Content, reasoning: ReasoningName | None) -> ChatMessage:
+    """Without text beside its calls, its content is null; calls are left out where there are none."""
+    told: ChatMessage = {
+        "role": "assistant",
+        "content": content.text or (None if content.calls else ""),
+    }
+    add_reasoning(told, reasoning, content.reasoning)
+    if content.calls:
+        told["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in content.calls
+        ]
+    return told
 
 
 def completion(
@@ -304,50 +339,6 @@ def add_reasoning(told: ReasoningField, name: ReasoningName | None, text: str) -
     """Tell reasoning in a message or in a piece of one: null where there is none, nothing where no name is given."""
     if name is not None:
         told[name] = text or None
-
-
-def read_chat_completion(
-    head: Head,
-    answers: Sequence[Answer],
-    entries: Sequence[Entry],
-    readers: Sequence[CountingReader],
-    reasoning: ReasoningName | None,
-) -> ChatCompletion:
-    """The whole answer of `/v1/chat/completions`, with reasoning and calls of tools as its readers find them.
-
-    reasoning: what it is called; None: it is not shown.
-    """
-    each = enumerate(zip(answers, readers, strict=True))
-    choices = [_choice(index, answer, reader, reasoning) for index, (answer, reader) in each]
-    counts = usage(entries, sum(reader.num_reasoning for reader in readers))
-    return {"object": "chat.completion", **head.fields(), "choices": choices, "usage": counts}
-
-
-def _choice(index: int, answer: Answer, reader: CountingReader, reasoning: ReasoningName | None) -> ChatChoice:
-    pieces = [piece for token in answer.tokens for piece in reader.feed(token.text)]
-    content, finished = whole([*pieces, *reader.end()]), answer.finished
-    return {
-        "index": index,
-        "message": _message(content, reasoning),
-        "logprobs": None,
-        "finish_reason": chat_reason(finished.reason, reader, has_calls=bool(content.calls)),
-        **stop_reason(finished),
-    }
-
-
-def _message(content: Content, reasoning: ReasoningName | None) -> ChatMessage:
-    """Without text beside its calls, its content is null; calls are left out where there are none."""
-    told: ChatMessage = {
-        "role": "assistant",
-        "content": content.text or (None if content.calls else ""),
-    }
-    add_reasoning(told, reasoning, content.reasoning)
-    if content.calls:
-        told["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in content.calls
-        ]
-    return told
 
 
 def chat_reason(reason: FinishReason, reader: AnswerReader, *, has_calls: bool) -> ChatReason:

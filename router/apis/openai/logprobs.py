@@ -15,7 +15,7 @@ from typing import NamedTuple
 from typing_extensions import TypedDict
 
 from router.errors import ValidationError
-from router.requests.samples import Answer
+from router.requests.generation import Answer
 from router.scheduling.request import Event, Finished, PromptScores, ScoredToken, Token
 from router.text.generated import Detokeniser
 from router.text.tokenizer import ModelTokenizer, TokenShare, TokenShares

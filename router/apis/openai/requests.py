@@ -7,26 +7,40 @@ absent, and unknown fields are ignored. Fields with a meaning that is not served
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
+import orjson
 from pydantic import Field
 
-from router.apis.openai import constraints
-from router.apis.openai.constraints import constraint_of, grammar_of_format
-from router.apis.openai.tools import calls_of, refuse_excess_of_calls, tools_of
+from router.chat import prompting
 from router.chat.prompting import effort
-from router.chat.tools import Offer
+from router.chat.tools import MOST_DEPTH, Offer, Tool, ToolChoice, allowed_of, is_deeper, offer, tool_in
 from router.chat.transcript import text_of
 from router.errors import ValidationError
-from router.requests.prompt import PromptRequest, Rendering
-from router.requests.schemas import GenerateParameters, GrammarParameters, Integer, Lenient, NotServed
+from router.requests import grammars
+from router.requests.schemas import (
+    MOST_VALUES,
+    GenerateParameters,
+    Integer,
+    Lenient,
+    NotServed,
+    PromptRequest,
+    Rendering,
+    drawn,
+    refuse_excess_within,
+)
 
 ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+# Parameters that are what TGI's of the same name are.
+AS_TGI = (
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words"),
+    *("ignore_eos", "min_tokens", "stop_token_ids"),
+)
 NO_FUNCTIONS: Sequence[Any] = (None, [], "auto", "none")
 
 
@@ -64,7 +78,7 @@ class Generation(Lenient):
         "logits_processors": NotServed((None, [])),
         "lora_path": NotServed(),
     }
-    known = frozenset({*constraints.NAMES, constraints.NESTED})
+    known = frozenset({*grammars.NAMES, grammars.NESTED})
 
     model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
     n: Integer | None = Field(default=None, description="Answers to the same prompt.")
@@ -259,35 +273,20 @@ def _asked(
 
 
 def _parameters(body: Generation, most: int | None) -> GenerateParameters:
-    is_greedy = body.temperature == 0
     return GenerateParameters(
-        temperature=None if is_greedy else body.temperature,
-        do_sample=not is_greedy,
-        top_p=None if is_greedy else body.top_p,
-        top_k=None if is_greedy or body.top_k in (-1, 0) else body.top_k,
+        **drawn(
+            body.temperature,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            typical_p=body.typical_p,
+            top_k=None if body.top_k in (-1, 0) else body.top_k,
+        ),
         seed=body.seed if body.seed is None else body.seed % 2**64,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
         max_new_tokens=most,
-        min_p=None if is_greedy else body.min_p,
-        frequency_penalty=body.frequency_penalty,
-        presence_penalty=body.presence_penalty,
-        logit_bias=body.logit_bias,
-        ignore_eos=body.ignore_eos,
-        min_tokens=body.min_tokens,
-        stop_token_ids=body.stop_token_ids,
-        repetition_penalty=body.repetition_penalty,
-        typical_p=None if is_greedy else body.typical_p,
-        bad_words=body.bad_words,
-        grammar=_grammar(body),
+        grammar=grammars.grammar_of_chat(body.response_format, body.model_extra or {}),
+        **{name: getattr(body, name) for name in AS_TGI},
     )
-
-
-def _grammar(body: Generation) -> GrammarParameters | None:
-    """What the text is held to, by OpenAI's name or by another server's. Raises ValidationError."""
-    by_format, by_other = grammar_of_format(body.response_format), constraint_of(body.model_extra or {})
-    if by_format is not None and by_other is not None:
-        raise ValidationError("`response_format` and another server's name for it are both given: give one")
-    return by_format or by_other
 
 
 def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
@@ -344,3 +343,95 @@ def _message(number: int, message: Message) -> dict[str, Any]:
 def _text(number: int, message: Message) -> str:
     """The texts of a message without anything between them, as in TGI. Raises ValidationError."""
     return text_of(f"messages.{number}.content", message.content, ("text",), between="")
+
+
+Json = dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------- tools
+
+
+def tools_of(given: Sequence[Mapping[str, Any]], choice: str | Json | None, *, is_parallel: bool) -> Offer:
+    """What `tools` offer, and `tool_choice` lets the model choose. Raises ValidationError."""
+    tools = [_tool(f"tools.{number}", one) for number, one in enumerate(given)]
+    return offer(*_chosen(tools, choice, is_parallel))
+
+
+def _tool(where: str, given: Mapping[str, Any]) -> Tool:
+    if given.get("type", "function") != "function":
+        raise ValidationError(f"`{where}` is of type {str(given['type'])[:64]}: functions alone are served")
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise ValidationError(f"`{where}.function` is missing: give an object with a `name`")
+    schema = "parameters" if "parameters" in function else "arguments"  # TGI takes both names
+    return tool_in(f"{where}.function", function, schema)
+
+
+def _chosen(tools: list[Tool], given: str | Json | None, is_parallel: bool) -> tuple[list[Tool], ToolChoice]:
+    """The tools and the choice of a `tool_choice`: a mode, a name, or one of OpenAI's objects."""
+    if given is None or given == "auto":
+        return tools, ToolChoice("auto", is_parallel=is_parallel)
+    if given == "none":
+        return tools, ToolChoice("none")
+    if given == "required":
+        return tools, ToolChoice("required", is_parallel=is_parallel)
+    if isinstance(given, str):
+        return tools, ToolChoice("required", given, is_parallel=False)
+    if given.get("type") == "allowed_tools":
+        return _allowed(tools, given.get("allowed_tools"), is_parallel)
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if given.get("type", "function") != "function" or not isinstance(name, str):
+        raise ValidationError(
+            '`tool_choice` must be "auto", "none", "required", or {"type": "function", "function": {"name": a name}}'
+        )
+    return tools, ToolChoice("required", name, is_parallel=False)
+
+
+def _allowed(tools: list[Tool], given: Any, is_parallel: bool) -> tuple[list[Tool], ToolChoice]:
+    """Some of the tools, each named as in `tools`."""
+    listed = given.get("tools") if isinstance(given, dict) else None
+    if not isinstance(listed, list) or given.get("mode") not in ("auto", "required"):
+        raise ValidationError('`tool_choice.allowed_tools` needs a `mode`, "auto" or "required", and a list of `tools`')
+    functions = [one.get("function") for one in listed if isinstance(one, dict)]
+    names = [one.get("name") for one in functions if isinstance(one, dict)]
+    return allowed_of(tools, names), ToolChoice(given["mode"], is_parallel=is_parallel)
+
+
+def refuse_excess_of_calls(given: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ValidationError where the texts of arguments have more values together than a body may have."""
+    functions = [one.get("function") for one in given]
+    texts = [one.get("arguments") for one in functions if isinstance(one, dict)]
+    refuse_excess_within((text.encode() for text in texts if isinstance(text, str)), MOST_VALUES)
+
+
+def calls_of(where: str, given: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """The `tool_calls` of a message, as templates take them. Raises ValidationError."""
+    return [_call(f"{where}.{number}", one) for number, one in enumerate(given)]
+
+
+def _call(where: str, given: Mapping[str, Any]) -> Json:
+    function, id = given.get("function"), given.get("id")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        raise ValidationError(f"`{where}.function` must be an object with a `name` and `arguments`")
+    if not isinstance(id, str | None):
+        raise ValidationError(f"`{where}.id` must be a string")
+    return prompting.call(id, name, _arguments(f"{where}.function.arguments", function.get("arguments")))
+
+
+def _arguments(where: str, given: Any) -> Json:
+    """An object, or a text of JSON that has one, as OpenAI's clients send it."""
+    value = given or {}
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except ValueError:
+            raise ValidationError(
+                f"`{where}` is not JSON: send the arguments as the model gave them, or {{}}"
+            ) from None
+    if not isinstance(value, dict):
+        raise ValidationError(f"`{where}` must be an object of JSON, as a text")
+    if is_deeper(value, MOST_DEPTH):
+        raise ValidationError(f"`{where}` is nested deeper than {MOST_DEPTH}: flatten it")
+    return value

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.apis.document import ERROR_STATUSES, documented
+from router.apis.document import add_post
 from router.apis.openai import answers, logprobs, requests, streams
 from router.apis.openai.answers import ChatCompletion, ErrorAnswer, TextCompletion, add_to_chat, add_to_completion
 from router.apis.openai.logprobs import Scoring
 from router.apis.openai.requests import ChatRequest, CompletionRequest, Generation
 from router.apis.openai.streams import DONE_DATA, ChatChunk, TextChunk, UsageWanted
 from router.apis.serving import Handler, Services, collect, json_response, read, shaped, stream
-from router.apis.tgi.answers import response_headers
+from router.apis.tgi.bodies import response_headers
 from router.chat.pieces import CountingReader
 from router.chat.prompting import rendering
 from router.chat.reader import Reading
 from router.chat.tools import Offer
 from router.errors import ValidationError
-from router.http.event_stream import Frames
+from router.http.responses import Frames
 from router.requests.continuing import created_of
-from router.requests.generation import OpenRequest
-from router.requests.prompt import PromptRequest, Rendering
-from router.requests.samples import Answer, likeliest
-from router.requests.schemas import MOST_VALUES
+from router.requests.generation import Answer, OpenRequest, likeliest
+from router.requests.schemas import MOST_VALUES, PromptRequest, Rendering
 
-STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
+OR_EVENTS = "; server-sent events if `stream` is true"
 
 
 def most_values_of(services: Services) -> int:
@@ -39,79 +38,87 @@ def most_values_of(services: Services) -> int:
 
 def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handler]:
     """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
-    config, most_values = services.config, most_values_of(services)
 
     async def chat(request: Request) -> Response:
-        body = await read(request, services, ChatRequest)
-        offered = requests.offered(body)
-        reading = services.answer_formats.reading(offered)
-        candidates = logprobs.candidates_of_chat(body.logprobs, body.top_logprobs, config.max_top_n_tokens)
-        wanted = requests.of_chat(body, rendering_of(body, services, offered), config.max_n, candidates)
-        scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
-        wanted = _with_special_tokens(body, wanted, services)
-        if candidates is not None and body.include_reasoning is False:
-            raise ValidationError("`logprobs` cover all tokens, reasoning too: leave it or `include_reasoning` out")
-        head = _head(request, body, services, "chatcmpl")
-        if reading is not None:
-            return await _read_chat(request, body, wanted, services, head, reading, scoring)
-        if body.stream:
-
-            def frames(opened: OpenRequest) -> Frames:
-                if scoring is None:
-                    return streams.ChatFrames(head, opened, _usage_of(body))
-                return streams.ScoredChatFrames(head, opened, _usage_of(body), scoring)
-
-            return await _stream_chat(request, body, wanted, services, frames)
-        opened, found = await collect(request, wanted, services)
-        whole = answers.chat_completion(head, found, opened.entries)
-        if scoring is not None:
-            whole = await shaped(request, services, partial(add_to_chat, whole, found, scoring))
-        return json_response(whole, _counts(opened, found, services))
+        return await _chat(request, await read(request, services, ChatRequest), services)
 
     async def completions(request: Request) -> Response:
-        body = await read(request, services, CompletionRequest, most_values)
-        candidates = logprobs.candidates_of_completion(body.logprobs, config.max_top_n_tokens)
-        wanted = requests.of_completion(body, config.max_n, config.max_client_batch_size, candidates)
-        scoring = None if candidates is None else Scoring(candidates, services.tokenizer, _scored_prompts(body, wanted))
-        wanted = _with_special_tokens(body, wanted, services)
-        head = _head(request, body, services, "cmpl")
-        if body.stream:
+        return await _complete(request, await read(request, services, CompletionRequest, most_values), services)
 
-            def frames(opened: OpenRequest) -> Frames:
-                if scoring is None:
-                    return streams.TextFrames(head, opened, _usage_of(body), _echoed(body, wanted, services))
-                return streams.ScoredTextFrames(head, opened, _usage_of(body), scoring, services.workers)
-
-            return await stream(request, wanted, services, frames, _stream_headers(services))
-        opened, found = await collect(request, wanted, services)
-        chosen = likeliest(found, len(wanted), body.n or 1)
-        token_ids = [opened.entries[i].request.token_ids for i in chosen]
-        given = [found[i] for i in chosen]
-        whole = answers.completion(head, given, opened.entries, _echoed(body, wanted, services))
-        if scoring is not None:
-            whole = await shaped(request, services, partial(add_to_completion, whole, given, token_ids, scoring))
-        return json_response(whole, _counts(opened, given, services))
-
-    _add(app, "/v1/chat/completions", "OpenAI's chat completions", ChatRequest, ChatCompletion, ChatChunk, chat)
-    of_text = (CompletionRequest, TextCompletion, TextChunk)
-    _add(app, "/v1/completions", "OpenAI's text completions", *of_text, completions)
+    most_values = most_values_of(services)
+    ends: dict[str, Any] = {"last_data": DONE_DATA, "errors": ErrorAnswer}
+    summary, shapes = "OpenAI's chat completions", (ChatRequest, ChatCompletion)
+    add_post(app, "/v1/chat/completions", chat, f"{summary}{OR_EVENTS}", *shapes, events=ChatChunk, **ends)
+    summary, of_text = "OpenAI's text completions", (CompletionRequest, TextCompletion)
+    add_post(app, "/v1/completions", completions, f"{summary}{OR_EVENTS}", *of_text, events=TextChunk, **ends)
     return chat, completions
 
 
-def _add(
-    app: FastAPI,
-    path: str,
-    summary: str,
-    body: type[Generation],
-    answer: object,
-    event: object,
-    handler: Handler,
-) -> None:
-    statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
-    said = documented(body, answer, events=event, last_data=DONE_DATA, errors=ErrorAnswer, statuses=statuses)
-    app.post(path, summary=f"{summary}; server-sent events if `stream` is true", response_class=Response, **said)(
-        handler
-    )
+# ------------------------------------------------------------------------------------------------------------ chats
+
+
+async def _chat(request: Request, body: ChatRequest, services: Services) -> Response:
+    config, offered = services.config, requests.offered(body)
+    reading = services.answer_formats.reading(offered)
+    candidates = logprobs.candidates_of_chat(body.logprobs, body.top_logprobs, config.max_top_n_tokens)
+    wanted = requests.of_chat(body, rendering_of(body, services, offered), config.max_n, candidates)
+    wanted = _with_special_tokens(body, wanted, services)
+    if candidates is not None and body.include_reasoning is False:
+        raise ValidationError("`logprobs` cover all tokens, reasoning too: leave it or `include_reasoning` out")
+    begun = requests.begun(body)
+    if reading is not None:
+        wanted = [reading.applied_to(one, begun) for one in wanted]
+    scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
+    told = _Chat(_head(request, body, services, "chatcmpl"), body, services, reading, begun, scoring)
+    if body.stream:
+        return await stream(request, wanted, services, told.frames)
+    opened, found = await collect(request, wanted, services)
+    if reading is None and scoring is None:
+        whole = told.whole(opened, found)
+    else:
+        whole = await shaped(request, services, partial(told.whole, opened, found))
+    return json_response(whole, _counts(opened, found, services))
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """How the answers to one chat are told. reading: what takes them apart; None: they are text alone."""
+
+    head: answers.Head
+    body: ChatRequest
+    services: Services
+    reading: Reading | None
+    begun: str
+    scoring: Scoring | None
+
+    def frames(self, opened: OpenRequest) -> Frames:
+        """As a stream."""
+        told, scoring = (self.head, opened, _usage_of(self.body)), self.scoring
+        frames: Frames
+        if (readers := self._readers(opened)) is not None:
+            frames = streams.ReadChatFrames(*told, readers, self._reasoning, scoring)
+        else:
+            frames = streams.ChatFrames(*told) if scoring is None else streams.ScoredChatFrames(*told, scoring)
+        return streams.TgiClientFrames(frames) if streams.is_of_tgi_client(self.body) else frames
+
+    def whole(self, opened: OpenRequest, found: Sequence[Answer]) -> ChatCompletion:
+        """At once."""
+        readers = self._readers(opened)
+        told = answers.chat_completion(self.head, found, opened.entries, readers, self._reasoning)
+        return told if self.scoring is None else add_to_chat(told, found, self.scoring)
+
+    def _readers(self, opened: OpenRequest) -> list[CountingReader] | None:
+        if (reading := self.reading) is None:
+            return None
+        ends = [self.services.tokenizer.end_of(entry.request.prompt_ids) for entry in opened.entries]
+        return [CountingReader(reading.reader(end, self.begun)) for end in ends]
+
+    @property
+    def _reasoning(self) -> answers.ReasoningName | None:
+        """What it is called; None: it is not shown."""
+        if self.reading is None or self.reading.rules.reasoning is None or self.body.include_reasoning is False:
+            return None
+        return "reasoning" if self.services.config.reasoning_field == "reasoning" else "reasoning_content"
 
 
 def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = None) -> Rendering:
@@ -127,6 +134,53 @@ def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = 
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
     )
+
+
+# ------------------------------------------------------------------------------------------------------ completions
+
+
+async def _complete(request: Request, body: CompletionRequest, services: Services) -> Response:
+    config = services.config
+    candidates = logprobs.candidates_of_completion(body.logprobs, config.max_top_n_tokens)
+    wanted = requests.of_completion(body, config.max_n, config.max_client_batch_size, candidates)
+    scoring = None if candidates is None else Scoring(candidates, services.tokenizer, _scored_prompts(body, wanted))
+    wanted = _with_special_tokens(body, wanted, services)
+    head = _head(request, body, services, "cmpl")
+
+    def frames(opened: OpenRequest) -> Frames:
+        if scoring is None:
+            return streams.TextFrames(head, opened, _usage_of(body), _echoed(body, wanted, services))
+        return streams.ScoredTextFrames(head, opened, _usage_of(body), scoring, services.workers)
+
+    if body.stream:
+        return await stream(request, wanted, services, frames)
+    opened, found = await collect(request, wanted, services)
+    chosen = likeliest(found, len(wanted), body.n or 1)
+    token_ids = [opened.entries[i].request.token_ids for i in chosen]
+    given = [found[i] for i in chosen]
+    whole = answers.completion(head, given, opened.entries, _echoed(body, wanted, services))
+    if scoring is not None:
+        whole = await shaped(request, services, partial(add_to_completion, whole, given, token_ids, scoring))
+    return json_response(whole, _counts(opened, given, services))
+
+
+def _echoed(body: CompletionRequest, wanted: Sequence[PromptRequest], services: Services) -> list[str]:
+    """What `echo` puts before each answer: its prompt. Once the prompts are known to be valid."""
+    return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(body.n or 1)]
+
+
+def _scored_prompts(body: CompletionRequest, wanted: Sequence[PromptRequest]) -> list[str | Sequence[int]]:
+    """The prompt of each answer, where its log-probabilities are echoed with it."""
+    prompts = [one.prompt for one in wanted if not callable(one.prompt)]
+    return [prompt for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
+
+
+def _prompt(one: PromptRequest, services: Services) -> str:
+    assert not callable(one.prompt)
+    return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
+
+
+# ------------------------------------------------------------------------------------------------------------- both
 
 
 def _with_special_tokens(body: Generation, wanted: list[PromptRequest], services: Services) -> list[PromptRequest]:
@@ -147,76 +201,8 @@ def _head(request: Request, body: Generation, services: Services, prefix: str) -
     return answers.Head(f"{prefix}-{request.state.request_id}", model, created_of(request))
 
 
-def _echoed(body: CompletionRequest, wanted: Sequence[PromptRequest], services: Services) -> list[str]:
-    """What `echo` puts before each answer: its prompt. Once the prompts are known to be valid."""
-    return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(body.n or 1)]
-
-
-def _scored_prompts(body: CompletionRequest, wanted: Sequence[PromptRequest]) -> list[str | Sequence[int]]:
-    """The prompt of each answer, where its log-probabilities are echoed with it."""
-    prompts = [one.prompt for one in wanted if not callable(one.prompt)]
-    return [prompt for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
-
-
-def _prompt(one: PromptRequest, services: Services) -> str:
-    assert not callable(one.prompt)
-    return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
-
-
-async def _read_chat(
-    request: Request,
-    body: ChatRequest,
-    wanted: list[PromptRequest],
-    services: Services,
-    head: answers.Head,
-    reading: Reading,
-    scoring: Scoring | None,
-) -> Response:
-    """A chat whose answers may have reasoning or calls of tools."""
-    begun = requests.begun(body)
-    wanted = [reading.applied_to(one, begun) for one in wanted]
-    name: answers.ReasoningName | None = None
-    if reading.rules.reasoning is not None and body.include_reasoning is not False:
-        name = "reasoning" if services.config.reasoning_field == "reasoning" else "reasoning_content"
-
-    def readers(opened: OpenRequest) -> list[CountingReader]:
-        ends = [services.tokenizer.end_of(entry.request.prompt_ids) for entry in opened.entries]
-        return [CountingReader(reading.reader(end, begun)) for end in ends]
-
-    def frames(opened: OpenRequest) -> Frames:
-        return streams.ReadChatFrames(head, opened, _usage_of(body), readers(opened), name, scoring)
-
-    if body.stream:
-        return await _stream_chat(request, body, wanted, services, frames)
-    opened, found = await collect(request, wanted, services)
-
-    def shape() -> ChatCompletion:
-        whole = answers.read_chat_completion(head, found, opened.entries, readers(opened), name)
-        return whole if scoring is None else add_to_chat(whole, found, scoring)
-
-    return json_response(await shaped(request, services, shape), _counts(opened, found, services))
-
-
-async def _stream_chat(
-    request: Request,
-    body: ChatRequest,
-    wanted: list[PromptRequest],
-    services: Services,
-    frames_of: Callable[[OpenRequest], Frames],
-) -> Response:
-    def frames(opened: OpenRequest) -> Frames:
-        written = frames_of(opened)
-        return streams.TgiClientFrames(written) if streams.is_of_tgi_client(body) else written
-
-    return await stream(request, wanted, services, frames, _stream_headers(services))
-
-
 def _usage_of(body: Generation) -> UsageWanted:
     options = body.stream_options
     if options is None or options.include_usage is not True:
         return UsageWanted()
     return UsageWanted(at_end=True, in_every_chunk=options.continuous_usage_stats is True)
-
-
-def _stream_headers(services: Services) -> dict[str, str]:
-    return {**STREAM_HEADERS, "x-compute-type": services.compute_type}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, NotRequired
+from typing import Any, ClassVar, Literal, NamedTuple, NotRequired
 
 import orjson
 from orjson import dumps
@@ -41,7 +41,7 @@ from router.apis.openai.logprobs import (
 )
 from router.apis.openai.requests import ChatRequest
 from router.chat.pieces import CallArguments, CallBegun, CountingReader, Piece, Reasoning, Text
-from router.http.event_stream import Frames, frame
+from router.http.responses import Frames, frame
 from router.requests.generation import OpenRequest
 from router.sandbox.workers import Workers
 from router.scheduling.request import Event, Failed, Finished, PromptScores, Token
@@ -127,6 +127,8 @@ class UsageWanted(NamedTuple):
 class ChunkFrames(ABC):
     """Turns the events of one stream into OpenAI's chunks. Subclasses know whether it is a chat's or a completion's."""
 
+    kind: ClassVar[str]
+
     def __init__(self, head: Head, opened: OpenRequest, usage_wanted: UsageWanted) -> None:
         self._fields: Answered = head.fields()
         self._entries = entries = opened.entries
@@ -166,9 +168,9 @@ class ChunkFrames(ABC):
     ) -> ChatChunk | TextChunk:
         """A piece of one answer."""
 
-    @abstractmethod
-    def _without_choices(self, counts: Counts) -> ChatChunk | TextChunk:
-        """The last chunk, where it tells counts."""
+    def _wrapped(self, choices: Sequence[Any], counts: Counts) -> Any:
+        """A chunk of the kind that the subclass knows, with these choices."""
+        return {"object": self.kind, **self._fields, "choices": choices, **counts}
 
     def _usage(self) -> Usage:
         return usage(self._entries)
@@ -185,11 +187,13 @@ class ChunkFrames(ABC):
         return {"usage": None} if self._includes_usage else {}
 
     def _end(self) -> bytes:
-        return frame(self._without_choices({"usage": self._usage()})) + DONE if self._includes_usage else DONE
+        return frame(self._wrapped([], {"usage": self._usage()})) + DONE if self._includes_usage else DONE
 
 
 class TextFrames(ChunkFrames):
     """Of a completion. echoed: what comes before each answer."""
+
+    kind = "text_completion"
 
     def __init__(self, head: Head, opened: OpenRequest, usage_wanted: UsageWanted, echoed: Sequence[str]) -> None:
         super().__init__(head, opened, usage_wanted)
@@ -214,10 +218,8 @@ class TextFrames(ChunkFrames):
             "finish_reason": reason,
             **ending,
         }
-        return {"object": "text_completion", **self._fields, "choices": [choice], **self._counts()}
-
-    def _without_choices(self, counts: Counts) -> TextChunk:
-        return {"object": "text_completion", **self._fields, "choices": [], **counts}
+        chunk: TextChunk = self._wrapped([choice], self._counts())
+        return chunk
 
 
 class ScoredTextFrames(TextFrames):
@@ -257,6 +259,8 @@ class ScoredTextFrames(TextFrames):
 class ChatFrames(ChunkFrames):
     """Of a chat."""
 
+    kind = "chat.completion.chunk"
+
     def _first(self, index: int) -> list[bytes]:
         self._begun[index] = True
         return [frame(self._delta_chunk(index, {"role": "assistant", "content": ""}))]
@@ -272,17 +276,15 @@ class ChatFrames(ChunkFrames):
         ending: StopReason = NO_STOP,
         logprobs: ChatLogprobs | None = None,
     ) -> ChatChunk:
-        choice: ChatChunkChoice = {
+        told: ChatChunkChoice = {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
             "finish_reason": reason,
             **ending,
         }
-        return {"object": "chat.completion.chunk", **self._fields, "choices": [choice], **self._counts()}
-
-    def _without_choices(self, counts: Counts) -> ChatChunk:
-        return {"object": "chat.completion.chunk", **self._fields, "choices": [], **counts}
+        chunk: ChatChunk = self._wrapped([told], self._counts())
+        return chunk
 
     def _usage(self) -> Usage:
         return usage(self._entries, 0)

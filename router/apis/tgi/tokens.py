@@ -16,23 +16,24 @@ from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from router.apis.document import documented
+from router.apis.document import add_post
 from router.apis.openai.requests import ChatRequest
 from router.apis.openai.routes import rendering_of
 from router.apis.serving import Services, caller_of, json_response, parsed, read, read_bytes
-from router.apis.tgi.answers import (
+from router.apis.tgi.bodies import (
     ChatTokenizedBody,
     DetokenizedBody,
+    DetokenizeRequest,
+    GenerateRequest,
     TokenizedBody,
     chat_tokenized_body,
+    prompt_request_of,
     tokenized_body,
 )
-from router.apis.tgi.requests import DetokenizeRequest, GenerateRequest, prompt_request_of
 from router.http.guard import ClientConnection
-from router.http.whole_answers import PlainAnswer
+from router.http.responses import PlainAnswer
 from router.requests import schemas
-from router.requests.prompt import PromptRequest
-from router.requests.schemas import GenerateParameters, Lenient, Strict
+from router.requests.schemas import GenerateParameters, Lenient, PromptRequest, Strict
 
 Tokens = Sequence[tuple[int, tuple[int, int]]]
 
@@ -176,12 +177,9 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
         told: DetokenizedBody = {"text": text}
         return json_response(told if is_tgi_s else named_text(text))
 
-    tokens = documented(
-        (GenerateRequest, PromptToTokenize, ContentToTokenize, ChatRequest),
-        list[TokenizedBody] | CountedTokens | TokenPieces,
-    )
-    app.post("/tokenize", summary="The tokens of a prompt", response_class=Response, **tokens)(tokenize)
-    chat = documented(ChatRequest, ChatTokenizedBody)
-    app.post("/chat_tokenize", summary="A chat's prompt and its tokens", response_class=Response, **chat)(chat_tokenize)
-    text = documented((DetokenizeRequest, TokensToText), DetokenizedBody | NamedText)
-    app.post("/detokenize", summary="The text of token ids", response_class=Response, **text)(detokenize)
+    bodies = (GenerateRequest, PromptToTokenize, ContentToTokenize, ChatRequest)
+    answer = list[TokenizedBody] | CountedTokens | TokenPieces
+    add_post(app, "/tokenize", tokenize, "The tokens of a prompt", bodies, answer)
+    add_post(app, "/chat_tokenize", chat_tokenize, "A chat's prompt and its tokens", ChatRequest, ChatTokenizedBody)
+    of_text = DetokenizedBody | NamedText
+    add_post(app, "/detokenize", detokenize, "The text of token ids", (DetokenizeRequest, TokensToText), of_text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.reading import Config
+from server.arch.families.hf_config import Config
 from server.arch.names import NameMap
 from server.arch.spec import Alibi, ArchSpec
 

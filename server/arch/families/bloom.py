@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from server.arch.families.reading import share_of
+from server.arch.families.hf_config import share_of
 from server.arch.names import NameMap, QkvLayout
 from server.arch.spec import Activation, Alibi, ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 

@@ -1,14 +1,35 @@
-"""Gemma (Gemma Team 2024, arXiv 2403.08295): Llama with a scaled embedding and norms stored as distances from 1."""
+"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text of Gemma 3 (arXiv 2503.19786), of the Gemma Team.
+
+Gemma is Llama with a scaled embedding and norms stored as distances from 1. Gemma 2 has norms on both sides, capped
+scores and logits, alternating windows; Gemma 3 five windowed layers to each full one, rotated differently.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.reading import Config, activation
-from server.arch.spec import ArchSpec, Gated, RmsNormSpec
+from server.arch.families.hf_config import Config, activation, head_dim, rope, windowed
+from server.arch.spec import ArchSpec, Gated, Residual, RmsNormSpec
 
 NAMES = llama.NAMES
+NAMES_OF_2 = replace(
+    NAMES,
+    roles={
+        **NAMES.roles,
+        "attention_post_norm": "layers.{i}.post_attention_layernorm",
+        "mlp_norm": "layers.{i}.pre_feedforward_layernorm",
+        "mlp_post_norm": "layers.{i}.post_feedforward_layernorm",
+    },
+)
+NAMES_OF_3 = replace(
+    NAMES_OF_2,
+    roles={
+        **NAMES_OF_2.roles,
+        "q_norm": "layers.{i}.self_attn.q_norm",
+        "k_norm": "layers.{i}.self_attn.k_norm",
+    },
+)
 
 
 def spec(config: Config) -> ArchSpec:
@@ -23,3 +44,23 @@ def spec(config: Config) -> ArchSpec:
         embed_scale=config["hidden_size"] ** 0.5,
         tied_head=config.get("tie_word_embeddings", True),
     )
+
+
+def spec_of_2(config: Config) -> ArchSpec:
+    return replace(
+        windowed(spec(config), config, lambda i: i % 2 == 0),
+        residual=Residual.SANDWICH,
+        scale=config["query_pre_attn_scalar"] ** -0.5,
+        score_cap=config.get("attn_logit_softcapping") or 0.0,
+        logit_cap=config.get("final_logit_softcapping") or 0.0,
+    )
+
+
+def spec_of_3(config: Config) -> ArchSpec:
+    dim, pattern = head_dim(config), config.get("sliding_window_pattern") or 6
+    base = windowed(spec_of_2(config), config, lambda i: (i + 1) % pattern != 0)
+    full = rope(config, dim, kind="full_attention", theta=1e6)
+    local_theta = {"rope_theta": config.get("rope_local_base_freq")}
+    local = rope({"rope_parameters": config.get("rope_parameters") or local_theta}, dim, kind="sliding_attention")
+    layers = tuple(replace(layer, position=local if layer.window else full) for layer in base.layers)
+    return replace(base, layers=layers, qk_norm=True)

@@ -1,9 +1,14 @@
-"""GPT-2 (Radford et al. 2019): learned positions, fused q, k and v, linear weights stored inputs first."""
+"""GPT-2 (Radford et al. 2019): learned positions, fused q, k and v, linear weights stored inputs first.
+
+GPT-BigCode, StarCoder (Li et al. 2023, arXiv 2305.06161), is GPT-2 with one key-value head for all heads.
+"""
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, activation, share_of
-from server.arch.names import NameMap
+from dataclasses import replace
+
+from server.arch.families.hf_config import Config, activation, share_of
+from server.arch.names import NameMap, QkvLayout
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Learned, Residual
 
 NAMES = NameMap(
@@ -21,6 +26,13 @@ NAMES = NameMap(
     transposed=True,
     prefixes=("transformer.", ""),
     ignore=(r"^lm_head\.weight$", r"\.attn\.(masked_)?bias$"),  # the tied embedding; causal masks of old checkpoints
+)
+# With one kv head, or one for each head, the grouped layout is what both kinds of checkpoint have.
+NAMES_OF_BIGCODE = replace(
+    NAMES,
+    roles={**NAMES.roles, "activation": "h.{i}.mlp.act"},
+    transposed=False,
+    qkv_layout=QkvLayout.GROUPED,
 )
 
 
@@ -42,3 +54,8 @@ def spec(config: Config) -> ArchSpec:
         mlp_bias=True,
         max_positions=config["n_positions"],
     )
+
+
+def spec_of_bigcode(config: Config) -> ArchSpec:
+    base = spec(config)
+    return replace(base, num_kv_heads=1 if config["multi_query"] else base.num_heads)

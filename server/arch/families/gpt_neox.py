@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, activation, rope, share_of
+from server.arch.families.hf_config import Config, activation, rope, share_of
 from server.arch.names import NameMap, QkvLayout
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, activation, head_dim, rope
+from server.arch.families.hf_config import Config, activation, head_dim, rope
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerSpec, Residual, RmsNormSpec
 

@@ -1,17 +1,50 @@
-"""Mistral (Jiang et al. 2023, arXiv 2310.06825): Llama with a sliding window."""
+"""Mistral (Jiang et al. 2023, arXiv 2310.06825): Llama with a sliding window.
+
+Mixtral (Jiang et al. 2024, arXiv 2401.04088) is Mistral with a mixture of experts in every layer.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.reading import Config, layer_windows
-from server.arch.spec import ArchSpec
+from server.arch.families.hf_config import Config, activation, windowed
+from server.arch.names import FUSED_EXPERTS
+from server.arch.spec import ArchSpec, Moe
 
 NAMES = llama.NAMES
 
 
+def _names(published: str, of_packers: str) -> tuple[str, ...]:
+    """What an expert's matrix is called: by Mistral AI, and by tools that pack a model as transformers 5 names it."""
+    blocks = ("block_sparse_moe", "mlp")
+    return tuple(f"layers.{{i}}.{block}.experts.{{e}}.{name}" for block in blocks for name in (published, of_packers))
+
+
+NAMES_OF_MIXTRAL = replace(
+    NAMES,
+    roles={
+        **NAMES.roles,
+        "router": ("layers.{i}.block_sparse_moe.gate", "layers.{i}.mlp.gate"),
+        "expert_gate": _names("w1", "gate_proj"),
+        "expert_up": _names("w3", "up_proj"),
+        "expert_down": _names("w2", "down_proj"),
+    },
+    fused_experts=FUSED_EXPERTS,
+)
+
+
 def spec(config: Config) -> ArchSpec:
-    base = llama.spec(config)
-    windows = layer_windows(config, lambda i: True)
-    return replace(base, layers=tuple(replace(y, window=w) for y, w in zip(base.layers, windows, strict=True)))
+    return windowed(llama.spec(config), config, lambda i: True)
+
+
+def spec_of_mixtral(config: Config) -> ArchSpec:
+    base = spec(config)
+    moe = Moe(
+        num_experts=config["num_local_experts"],
+        top_k=config["num_experts_per_tok"],
+        width=config["intermediate_size"],
+        activation=activation(config["hidden_act"]),
+        renormalise=True,
+    )
+    return replace(base, layers=tuple(replace(layer, mlp=moe) for layer in base.layers))

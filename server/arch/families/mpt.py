@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, share_of
+from server.arch.families.hf_config import Config, share_of
 from server.arch.names import NameMap
 from server.arch.spec import Activation, Alibi, ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 

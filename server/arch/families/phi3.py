@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama, mistral
-from server.arch.families.reading import Config, head_dim, rope
+from server.arch.families.hf_config import Config, head_dim, rope
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec
 

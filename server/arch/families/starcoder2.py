@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.reading import Config, activation, head_dim, layer_windows, rope
+from server.arch.families.hf_config import Config, activation, head_dim, rope, windowed
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 
 NAMES = replace(
@@ -22,8 +22,7 @@ NAMES = replace(
 def spec(config: Config) -> ArchSpec:
     dim, bias = head_dim(config), config.get("use_bias", True)
     mlp = Dense(config["intermediate_size"], activation(config["hidden_act"]))
-    windows = layer_windows(config, lambda i: True)
-    return ArchSpec(
+    base = ArchSpec(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
         num_heads=config["num_attention_heads"],
@@ -31,10 +30,11 @@ def spec(config: Config) -> ArchSpec:
         head_dim=dim,
         norm=LayerNormSpec(config["norm_epsilon"]),
         residual=Residual.PRE,
-        layers=tuple(LayerSpec(mlp, rope(config, dim), window) for window in windows),
+        layers=(LayerSpec(mlp, rope(config, dim)),) * config["num_hidden_layers"],
         tied_head=config.get("tie_word_embeddings", True),
         qkv_bias=bias,
         attention_out_bias=bias,
         mlp_bias=bias,
         max_positions=config["max_position_embeddings"],
     )
+    return windowed(base, config, lambda i: True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from server.arch.families.reading import Config, activation
+from server.arch.families.hf_config import Config, activation
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Bucketed, Dense, Gated, LayerSpec, Residual, RmsNormSpec
 

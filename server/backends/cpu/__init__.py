@@ -20,20 +20,18 @@ from server.arch.spec import ArchSpec
 from server.backends.cpu import build
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
-from server.backends.cpu.codes import CodeFormat, takes
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels
-from server.backends.cpu.layers import KernelNorm, OneDnnFormat, PanelFormat, kernel_gate, onednn_packs
-from server.backends.cpu.levels import LevelFormat
+from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
+from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
 from server.backends.protocol import Attention, GraphCapture, GroupedLinear, LinearFormat, Logits, Maximum, Norm, Scores
 from server.backends.reference import ReferenceBackend
-from server.backends.reference.experts import LoopedExperts
-from server.quant.kv import AS_COMPUTED, Int8, KvFormat
-from server.quant.stored import QuantisedWeight, Stored
+from server.backends.reference.linear import LoopedExperts
+from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
+from server.quantisation.stored import QuantisedWeight, Stored
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -85,22 +83,16 @@ class CpuBackend(ReferenceBackend):
 
     def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         experts = [PanelFormat(self._kernels, self._arena, weight, is_gated=is_gated) for weight in weights]
-        return KernelExperts(self._kernels, experts)
+        return KernelExperts(experts)
 
     def grouped_quantised(
-        self,
-        first: QuantisedWeight,
-        weights: Iterable[Stored],
-        count: int,
-        *,
-        is_gated: bool,
-        maximum: Maximum | None,
+        self, first: QuantisedWeight, weights: Iterable[Stored], count: int, *, is_gated: bool, maximum: Maximum | None
     ) -> GroupedLinear:
         experts = [self.linear(weight, is_gated=is_gated, maximum=maximum) for weight in weights]
         in_codes = [expert for expert in experts if isinstance(expert, CodeFormat) and expert.maximum is None]
         expanded = [expert for expert in experts if isinstance(expert, LevelFormat) and not expert.rounds_inputs]
         if count in (len(in_codes), len(expanded)):
-            return KernelExperts(self._kernels, in_codes or expanded)
+            return KernelExperts(in_codes or expanded)
         self._calls_experts_one_by_one = True
         return LoopedExperts(experts)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from server.backends.cpu.kernels import Kernels
 from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
 from server.backends.reference.attention import BatchedAttention, StoringAttention
-from server.quant.kv import AS_COMPUTED, Float8E4M3, Float8E5M2, Int8, KvFormat
+from server.quantisation.kv import AS_COMPUTED, Float8E4M3, Float8E5M2, Int8, KvFormat
 
 
 class _Scores(ctypes.Structure):

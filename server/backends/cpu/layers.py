@@ -1,10 +1,11 @@
-"""Linear layers and what stands between them on a CPU: by compiled kernels, or by oneDNN's where none were compiled.
+"""Linear layers, experts and norms on a CPU: by compiled kernels, or dense layers by oneDNN's where none were compiled.
 
 A weight is stored once, in the kernels' own order (see `linear.cpp`), and serves one token as well as a prompt's
 thousands. A result is bit for bit the same whatever else is in the step. What follows a product (bias, activation,
-gate, residual) is done while its results are in registers.
+gate, residual) is done while its results are in registers. A mixture's experts are one call: the kernel reads where
+each expert's tokens end, so that nothing is decided in Python and a decode step can be captured.
 
-Shapes: T tokens, D input features, F output features.
+Shapes: T tokens, D input features, F output features, E experts.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class PanelFormat:
         self._linear_to_f32 = kernels.linear_to_f32[weight.dtype]
         self.dtype = weight.dtype
         self._unpack = kernels.unpack[weight.dtype]
+        self.grouped = kernels.grouped[weight.dtype]  # the kernel of experts in this format
         kernels.pack[weight.dtype](self.address, weight.data_ptr(), inputs, torch.get_num_threads())
 
     @property
@@ -224,3 +226,38 @@ def address_of(tensor: Tensor | None) -> int | None:
 
 def _threads() -> int:
     return torch.get_num_threads()
+
+
+class KernelExperts:
+    """A `GroupedLinear` of panels that are all of one format."""
+
+    def __init__(self, experts: Sequence[PanelFormat]):
+        self._experts = experts
+        self._table = (ctypes.c_void_p * len(experts))(*(expert.address for expert in experts))
+        self._outputs = experts[0].outputs
+
+    @property
+    def nbytes(self) -> int:
+        return sum(expert.nbytes for expert in self._experts)
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return [tensor for expert in self._experts for tensor in expert.memory]
+
+    def moved(self) -> None:
+        for expert in self._experts:
+            expert.moved()
+
+    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+        x = x if x.is_contiguous() else x.contiguous()
+        out = x.new_empty(x.shape[0], self._outputs)
+        self._experts[0].grouped(
+            ctypes.addressof(self._table),
+            len(self._experts),
+            ends.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            ACTIVATIONS[activation],
+            torch.get_num_threads(),
+        )
+        return out

@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from server.backends.cuda.kernels.cache import store
 from server.backends.cuda.kernels.common import ScoreTerms, score_terms
 from server.backends.cuda.kernels.decode import decode
 from server.backends.cuda.kernels.prefill import prefill
 from server.backends.cuda.kernels.rotate import rotate_and_store, rotated
 from server.backends.cuda.kernels.splits import Processors, processors_of
-from server.backends.cuda.kernels.store import store
 from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 
 class PagedAttention:

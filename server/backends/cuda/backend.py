@@ -30,9 +30,9 @@ from server.backends.protocol import (
     Scores,
 )
 from server.backends.reference import ReferenceBackend
-from server.backends.reference.experts import LoopedExperts
-from server.quant.kv import AS_COMPUTED, KvFormat
-from server.quant.stored import QuantisedWeight, Stored
+from server.backends.reference.linear import LoopedExperts
+from server.quantisation.kv import AS_COMPUTED, KvFormat
+from server.quantisation.stored import QuantisedWeight, Stored
 
 
 class CudaBackend(ReferenceBackend):
@@ -95,13 +95,7 @@ class CudaBackend(ReferenceBackend):
         return CudaGrouped(weights, count, is_gated=is_gated, gate=self.gate, products=self._products)
 
     def grouped_quantised(
-        self,
-        first: QuantisedWeight,
-        weights: Iterable[Stored],
-        count: int,
-        *,
-        is_gated: bool,
-        maximum: Maximum | None,
+        self, first: QuantisedWeight, weights: Iterable[Stored], count: int, *, is_gated: bool, maximum: Maximum | None
     ) -> GroupedLinear:
         why = self._why_not(first)
         if why is not None:

@@ -228,12 +228,7 @@ def _gelu_tanh(x):
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
-ACTIVATIONS = {
-    Activation.GELU: _gelu,
-    Activation.GELU_TANH: _gelu_tanh,
-    Activation.RELU: _relu,
-    Activation.SILU: _silu,
-}
+ACTIVATIONS = {Activation.GELU: _gelu, Activation.GELU_TANH: _gelu_tanh, Activation.RELU: _relu, Activation.SILU: _silu}
 
 
 def fused_gate(activation: Activation, gate_up: Tensor) -> Tensor:

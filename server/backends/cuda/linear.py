@@ -25,8 +25,7 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.cuda.choice import Alternatives, Chooser, Shares
 from server.backends.cuda.kernels.linear import Epilogue, Tiling, Workspace, multiply_rows, tilings
-from server.backends.reference.experts import GroupedDense
-from server.backends.reference.linear import DenseFormat, Gate
+from server.backends.reference.linear import DenseFormat, Gate, GroupedDense
 
 # Rows up to which the kernel is the usual way, and up to which it is worth a try: between them, one of both is faster.
 USUAL_ROWS, MOST_ROWS = 8, 64
@@ -88,14 +87,7 @@ class Product:
     """
 
     def __init__(
-        self,
-        products: Products,
-        weight: Tensor,
-        *,
-        is_gated: bool,
-        stock: Way,
-        usual_rows: int,
-        most_rows: int,
+        self, products: Products, weight: Tensor, *, is_gated: bool, stock: Way, usual_rows: int, most_rows: int
     ):
         self._products = products
         self._weight = weight
@@ -160,12 +152,7 @@ class CudaDense(DenseFormat):
         # On a CPU the same operator computes the exact GELU.
         self._has_epilogues = weight.device.type in ("cuda", "meta") and not is_gated
         self._product = Product(
-            products,
-            self.weight,
-            is_gated=is_gated,
-            stock=self._stock,
-            usual_rows=USUAL_ROWS,
-            most_rows=MOST_ROWS,
+            products, self.weight, is_gated=is_gated, stock=self._stock, usual_rows=USUAL_ROWS, most_rows=MOST_ROWS
         )
 
     def __call__(

@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 
 from server.backends.cuda.kernels import logits as kernels
-from server.backends.cuda.kernels import search
 from server.backends.protocol import Gather, LogitSummary, TypicalBounds
 from server.backends.reference.logits import StockLogits
 
@@ -128,16 +127,16 @@ def _search(
     count tokens; wanted: [R, 1].
     """
     rows, width = scores.shape
-    parts = triton.cdiv(width, search.PART)
+    parts = triton.cdiv(width, kernels.SEARCH_PART)
     assert scores.stride(1) == 1 and scores.dtype == torch.float32 and wanted.is_contiguous()
     assert logits is None or (logits.stride(1) == 1 and logits.dtype == torch.float32)
-    prefixes = _integers(scores, search.PASSES + 1, rows)
+    prefixes = _integers(scores, kernels.PASSES + 1, rows)
     dtype = torch.int32 if log_totals is None else torch.float32
-    total = sums = torch.empty(parts, rows, search.CANDIDATES, dtype=dtype, device=scores.device)
-    constants = {"C": search.CANDIDATES, "PARTS": triton.next_power_of_2(parts)}
-    for index in range(search.PASSES):
+    total = sums = torch.empty(parts, rows, kernels.CANDIDATES, dtype=dtype, device=scores.device)
+    constants = {"C": kernels.CANDIDATES, "PARTS": triton.next_power_of_2(parts)}
+    for index in range(kernels.PASSES):
         sums = torch.empty_like(sums)
-        search.sum_parts[(rows, parts)](
+        kernels.sum_parts[(rows, parts)](
             scores,
             scores.stride(0),
             logits,
@@ -147,16 +146,16 @@ def _search(
             prefixes[index],
             total,
             sums,
-            32 - search.BITS * (index + 1),
+            32 - kernels.BITS * (index + 1),
             width,
             len(total),
             **constants,
-            BITS=search.BITS,
-            PART=search.PART,
-            TILE=search.TILE,
+            BITS=kernels.BITS,
+            PART=kernels.SEARCH_PART,
+            TILE=kernels.SEARCH_TILE,
         )
         total = sums if gather is None else torch.cat(gather(sums))
         constants["PARTS"] = triton.next_power_of_2(len(total))
     thresholds = torch.empty(rows, 1, dtype=torch.float32, device=scores.device)
-    search.finish[(rows,)](wanted, prefixes[search.PASSES], total, thresholds, len(total), **constants)
+    kernels.finish[(rows,)](wanted, prefixes[kernels.PASSES], total, thresholds, len(total), **constants)
     return thresholds

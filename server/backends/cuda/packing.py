@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.backends.device import alone
-from server.quant.stored import QuantisedWeight
+from server.quantisation.stored import QuantisedWeight
 
 PARTS_OF_BYTES = (128, 64, 32)  # inputs of a part where codes have 8 bits: the matrix units take 32 of them at a time
 WORDS = 16  # of a piece of packed codes: 64 bytes

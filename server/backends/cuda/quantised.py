@@ -33,7 +33,7 @@ from server.backends.cuda.linear import Products, named, names_of
 from server.backends.cuda.packing import PackedWeight, pack, stacked_weights
 from server.backends.protocol import GroupedLinear, Maximum
 from server.backends.reference.linear import Gate, activated
-from server.quant.stored import QuantisedWeight, RoundedInputs
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 # Rows from which a gate is an operator of its own: the kernel's tiles have no room for both halves of so many.
 UNGATED_ROWS = 256
@@ -126,11 +126,9 @@ class CudaQuantised:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """See `protocol.Movable`."""
         return self.packed.memory
 
     def moved(self) -> None:
-        """See `protocol.Movable`."""
         if self.operator is not None:
             self._rows = self.packed.codes.transpose(0, 1).flatten(1)  # [F, places], as they lie
             self._row_scale = self.packed.scale.float()  # [1, F]
@@ -238,7 +236,6 @@ class CudaGroupedQuantised:
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """See `protocol.Movable`."""
         return self._weights.memory
 
     def moved(self) -> None:

@@ -25,13 +25,19 @@ from server.backends.protocol import (
     Scores,
 )
 from server.backends.reference.attention import BatchedAttention
-from server.backends.reference.experts import GroupedDense, LoopedExperts, StockRouting
-from server.backends.reference.linear import DenseFormat, Gate, stock_gate
+from server.backends.reference.linear import (
+    DenseFormat,
+    Gate,
+    GroupedDense,
+    LoopedExperts,
+    StockRouting,
+    make_norm,
+    stock_gate,
+)
 from server.backends.reference.logits import StockLogits
-from server.backends.reference.norm import make_norm
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant.kv import AS_COMPUTED, KvFormat
-from server.quant.stored import QuantisedWeight, Stored
+from server.quantisation.kv import AS_COMPUTED, KvFormat
+from server.quantisation.stored import QuantisedWeight, Stored
 
 
 class ReferenceBackend:
@@ -89,13 +95,7 @@ class ReferenceBackend:
         return GroupedDense(weights, count, is_gated=is_gated, gate=self.gate)
 
     def grouped_quantised(
-        self,
-        first: QuantisedWeight,
-        weights: Iterable[Stored],
-        count: int,
-        *,
-        is_gated: bool,
-        maximum: Maximum | None,
+        self, first: QuantisedWeight, weights: Iterable[Stored], count: int, *, is_gated: bool, maximum: Maximum | None
     ) -> GroupedLinear:
         """Experts of which `first`, the first of `weights`, is quantised."""
         return LoopedExperts([self.linear(weight, is_gated=is_gated, maximum=maximum) for weight in weights])

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.backends.protocol import Rotation, Scores, StepMeta
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 
 class StoringAttention(ABC):
-    """Attention that stores a step's keys and values before it attends to any of them."""
+    """An `Attention` that stores a step's keys and values before it attends to any of them."""
 
     @abstractmethod
     def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
@@ -36,7 +36,6 @@ class StoringAttention(ABC):
         """See `protocol.Attention`."""
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
-        """See `protocol.Attention`."""
         return self.attend(self.rotate_and_write(heads, kv, rotation, meta), kv, meta, window)
 
 
@@ -48,11 +47,9 @@ class StockAttention(StoringAttention):
         self._cache = cache
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
-        """See `protocol.Attention`."""
         self._cache.write(kv, k, v, meta.slots)
 
     def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
-        """See `StoringAttention`."""
         kv_heads = kv.shape[2]
         turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
         if rotation is not None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from server.backends.device import alone
 from server.backends.protocol import Maximum
 from server.backends.reference.linear import Gate, StockFormat, stock_gate
-from server.quant.rounding import rounded, scale_of
-from server.quant.stored import QuantisedWeight, RoundedInputs
+from server.quantisation.rounding import rounded, scale_of
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 # Products of int8 have 16 bits; those of float8 (E4M3) are multiples of 2^-18 below 2^18: of so many that a layer has
 # inputs, sums are exact.

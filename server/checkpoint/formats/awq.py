@@ -27,10 +27,10 @@ from server.checkpoint.formats.protocol import (
     covering,
     finite,
 )
-from server.quant import left_out
-from server.quant.configs import AGAIN, Budget, group_size, shown
-from server.quant.packing import Codes, PackedCodes, joined_outputs, unpacked
-from server.quant.stored import QuantisedWeight, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import AGAIN, Budget, group_size, shown
+from server.quantisation.packing import Codes, PackedCodes, joined_outputs, unpacked
+from server.quantisation.stored import QuantisedWeight, contiguous_groups
 
 BITS = 4
 PACKED = 8  # outputs in a word
@@ -72,7 +72,7 @@ class AwqFormat(Format):
                 "export it as quark and not as awq"
             )
         self._group_size = group_size(_either(config, ("group_size", "q_group_size"), 128), "an awq checkpoint")
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("qweight")
@@ -84,22 +84,13 @@ class AwqFormat(Format):
                 f"{tensors.name} has {outputs} outputs, and awq packs {PACKED} at a time: such a layer must be left as "
                 "it is (`modules_to_not_convert`)"
             )
-        groups = contiguous_groups(self._group_size, inputs)
-        num_groups = int(groups[-1]) + 1
-        kept, of_input = torch.unique(groups[slice(*part.columns)], return_inverse=True)
+        num_groups = int(contiguous_groups(self._group_size, inputs)[-1]) + 1
+        kept, of_input = part.groups_of(self._group_size)
         first, last = int(kept[0]), int(kept[-1]) + 1
         scale = tensors.read_box("scales", (num_groups, outputs), FLOATS, [(first, last)], part.rows)
         codes = packed_outputs(tensors, "qweight", (inputs, outputs), part.columns, part.rows)
         zeros = packed_outputs(tensors, "qzeros", (num_groups, outputs), (first, last), part.rows)
-        return QuantisedWeight(
-            codes,
-            BITS,
-            finite(tensors, "scales", scale).t().contiguous(),
-            of_input,
-            zero=unpacked(zeros).float(),
-            first_input=part.columns[0],
-            num_inputs=inputs,
-        )
+        return part.weight(codes, BITS, finite(tensors, "scales", scale).t(), of_input, zero=unpacked(zeros).float())
 
 
 def _either(config: Mapping[str, Any], keys: Sequence[str], usual: object) -> Any:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.formats.protocol import Format, FormatError, Part, Ranges, Tensors, covering, finite
-from server.quant import left_out
-from server.quant.configs import LEAST_GROUP, MOST_GROUP, Budget, shown, whole_number
-from server.quant.stored import QuantisedWeight, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import LEAST_GROUP, MOST_GROUP, Budget, shown, whole_number
+from server.quantisation.stored import QuantisedWeight
 
 MOST_STATE = 1 << 16  # bytes of a state, which has a few hundred
 KINDS = ("nf4", "fp4")
@@ -54,7 +54,7 @@ class BitsAndBytesFormat(Format):
                 f"`bnb_4bit_quant_type` {shown(self._kind)} of a bitsandbytes checkpoint is not served: "
                 f"{' and '.join(KINDS)} are, take another checkpoint of this model"
             )
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("SCB") if self._is_int8 else any(map(tensors.has, STATES.values()))
@@ -88,9 +88,8 @@ def _int8(tensors: Tensors, part: Part) -> QuantisedWeight:
                 f"the codes of {tensors.name} lie in tiles ({found}, by its `weight_format`), and only rows are "
                 "served: save the model anew with bitsandbytes 0.45 or newer"
             )
-    groups = torch.zeros(codes.shape[1], dtype=torch.int64)
     scale = finite(tensors, "SCB", largest).reshape(-1, 1) / 127
-    return QuantisedWeight(codes.contiguous(), 8, scale, groups, first_input=part.columns[0], num_inputs=part.size[1])
+    return part.weight(codes.contiguous(), 8, scale, torch.zeros(codes.shape[1], dtype=torch.int64))
 
 
 def _four_bits(tensors: Tensors, part: Part) -> QuantisedWeight:
@@ -111,19 +110,11 @@ def _four_bits(tensors: Tensors, part: Part) -> QuantisedWeight:
     row_bytes = inputs // 2
     data = _bytes(tensors, outputs * row_bytes, [(start * row_bytes, stop * row_bytes) for start, stop in part.rows])
     codes = torch.stack([data >> 4, data & 15], dim=-1).reshape(-1, inputs)[:, slice(*part.columns)].contiguous()
-    groups = contiguous_groups(group, inputs)[slice(*part.columns)]
-    kept, of_input = torch.unique(groups, return_inverse=True)
+    kept, of_input = part.groups_of(group)
     largest = _largest(tensors, state, -(-outputs * inputs // block)).repeat_interleave(block // group)
     largest = largest[: outputs * inputs // group].reshape(outputs, -1)
-    return QuantisedWeight(
-        codes,
-        4,
-        torch.cat([largest[slice(*rows)] for rows in part.rows])[:, kept].contiguous(),
-        of_input,
-        levels=_floats(tensors, "weight.quant_map", 16),
-        first_input=part.columns[0],
-        num_inputs=inputs,
-    )
+    scale = torch.cat([largest[slice(*rows)] for rows in part.rows])[:, kept]
+    return part.weight(codes, 4, scale, of_input, levels=_floats(tensors, "weight.quant_map", 16))
 
 
 def _state(tensors: Tensors, suffix: str) -> dict[str, Any]:

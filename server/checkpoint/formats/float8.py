@@ -28,9 +28,9 @@ from server.checkpoint.formats.protocol import (
     numbers_of_float8,
     rows_of_all,
 )
-from server.quant import left_out
-from server.quant.configs import AGAIN, Budget, block_size, shown
-from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import AGAIN, Budget, block_size, shown
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 FLOAT8 = torch.float8_e4m3fn
 SCHEMES = ("dynamic", "static")
@@ -59,7 +59,7 @@ class Float8Format(Format):
             )
         if self._scheme == "dynamic":  # calibrated, and then decided otherwise
             self.ignored += (r"\.(input|activation)_scale$",)
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
         self._most = _bound(config.get("activation_scale_ub"))
 
     def has(self, tensors: Tensors) -> bool:
@@ -69,15 +69,7 @@ class Float8Format(Format):
         codes = tensors.read_box("weight", part.size, (FLOAT8,), part.rows, [part.columns]).contiguous()
         numbers_of_float8(tensors, "weight", codes)
         scale, groups = self._scale(tensors, part) if self._block is None else self._blocks(tensors, part, self._block)
-        return QuantisedWeight(
-            codes,
-            8,
-            scale,
-            groups,
-            inputs=self._inputs(tensors),
-            first_input=part.columns[0],
-            num_inputs=part.size[1],
-        )
+        return part.weight(codes, 8, scale, groups, inputs=self._inputs(tensors))
 
     @staticmethod
     def _scale(tensors: Tensors, part: Part) -> tuple[Tensor, Tensor]:
@@ -89,9 +81,8 @@ class Float8Format(Format):
         shape = (-(-part.size[0] // rows), -(-part.size[1] // inputs))
         whole = finite(tensors, "weight_scale_inv", tensors.read("weight_scale_inv", shape, SCALES))
         of_row = torch.cat([torch.arange(start, stop) // rows for start, stop in part.rows])
-        groups = contiguous_groups(inputs, part.size[1])[slice(*part.columns)]
-        kept, of_input = torch.unique(groups, return_inverse=True)
-        return whole[of_row][:, kept].contiguous(), of_input
+        kept, of_input = part.groups_of(inputs)
+        return whole[of_row][:, kept], of_input
 
     def _inputs(self, tensors: Tensors) -> RoundedInputs:
         if self._scheme == "static":

@@ -26,13 +26,13 @@ from server.checkpoint.formats.protocol import (
     Ranges,
     Tensors,
     checked_groups,
-    covering,
+    covering_words,
     finite,
 )
-from server.quant import left_out
-from server.quant.configs import Budget, group_size, shown
-from server.quant.packing import WORD_BITS, packed_inputs, unit_of, unpack, words_of
-from server.quant.stored import QuantisedWeight, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import Budget, group_size, shown
+from server.quantisation.packing import WORD_BITS, packed_inputs, unit_of, unpack, words_of
+from server.quantisation.stored import QuantisedWeight, contiguous_groups
 
 BITS = (2, 3, 4, 8)
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # of the packing, and what is added to its codes of 0
@@ -57,9 +57,9 @@ class GptqFormat(Format):
             )
         self._zero_offset = VERSIONS[version]
         self._usual = settings_of(config)
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
         self._of_rules = [
-            None if rule.is_dense else settings_of({**config, **rule.change}) for rule in self.left_out.rules.all
+            None if rule.is_dense else settings_of({**config, **rule.change}) for rule in self.exclusions.rules.all
         ]
         self._known: dict[str, Settings | None] = {}  # name of a layer -> its settings
 
@@ -69,7 +69,7 @@ class GptqFormat(Format):
     def _settings(self, name: str) -> Settings | None:
         """Those of a layer: of the first pattern of `dynamic` that names it, or the usual ones; None: it is dense."""
         if name not in self._known:
-            place = self.left_out.rules.place_of(name)
+            place = self.exclusions.rules.place_of(name)
             self._known[name] = self._usual if place is None else self._of_rules[place]
         return self._known[name]
 
@@ -82,33 +82,24 @@ class GptqFormat(Format):
                 f"{tensors.name} has {inputs} inputs and {outputs} outputs, and gptq with {bits} bits packs {unit} "
                 "at a time: such a layer must be left as it is"
             )
-        wide, inside = covering(part.columns, unit, inputs)
-        box = [(words_of(wide[0], bits), words_of(wide[1], bits))]
+        box, inside = covering_words(part.columns, bits, inputs)
         words = replace(tensors, mapped=True).read_box(
-            "qweight", (words_of(inputs, bits), outputs), (torch.int32,), box, part.rows
+            "qweight", (words_of(inputs, bits), outputs), (torch.int32,), [box], part.rows
         )
-        groups = _groups(tensors, settings, inputs)
-        kept, of_input = torch.unique(groups[slice(*part.columns)], return_inverse=True)
+        kept, of_input = part.groups_of(_groups(tensors, settings, inputs))
         num_groups = settings.num_groups(inputs)
         scale = _of_groups(tensors, "scales", (num_groups, outputs), FLOATS, kept, part.rows)
-        return QuantisedWeight(
-            packed_inputs(words, bits, inside),
-            bits,
-            finite(tensors, "scales", scale).t().contiguous(),
-            of_input,
-            zero=self._zeros(tensors, bits, num_groups, part, kept),
-            first_input=part.columns[0],
-            num_inputs=inputs,
-        )
+        zero = self._zeros(tensors, bits, num_groups, part, kept)
+        codes = packed_inputs(words, bits, inside)
+        return part.weight(codes, bits, finite(tensors, "scales", scale).t(), of_input, zero=zero)
 
     def _zeros(self, tensors: Tensors, bits: int, num_groups: int, part: Part, kept: Tensor) -> Tensor:
         """[rows, groups] float32: the codes of 0."""
-        outputs, unit = part.size[0], unit_of(bits)
+        outputs = part.size[0]
         shape = (num_groups, words_of(outputs, bits))
         found = []
         for rows in part.rows:
-            (first, last), inside = covering(rows, unit, outputs)
-            bounds = (words_of(first, bits), words_of(last, bits))
+            bounds, inside = covering_words(rows, bits, outputs)
             words = _of_groups(tensors, "qzeros", shape, (torch.int32,), kept, [bounds])
             found.append(self._raised(words, bits)[:, inside])
         return torch.cat(found, dim=1).t().float().contiguous()

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from server.quant.configs import FormatError as FormatError
-from server.quant.left_out import HEADS_AND_ROUTERS, LeftOut, Names
-from server.quant.stored import QuantisedWeight
+from server.quantisation.configs import FormatError as FormatError
+from server.quantisation.exclusions import HEADS_AND_ROUTERS, Exclusions, Names
+from server.quantisation.packing import Codes, unit_of, words_of
+from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 Ranges = Sequence[tuple[int, int]]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,6 +51,29 @@ class Part:
     size: tuple[int, int]  # of the whole
     rows: Ranges  # half-open, one after the other
     columns: tuple[int, int]  # half-open
+
+    def groups_of(self, size: int | Tensor) -> tuple[Tensor, Tensor]:
+        """The groups [G'] that the part's inputs are in, ascending, and which of these each input [columns] is in.
+
+        size: of groups of neighbours, 0 and -1: all are one; or the group of each input of the whole.
+        """
+        groups = size if isinstance(size, Tensor) else contiguous_groups(size, self.size[1])
+        return torch.unique(groups[slice(*self.columns)], return_inverse=True)
+
+    def weight(
+        self,
+        held: Codes,
+        bits: int,
+        scale: Tensor,
+        groups: Tensor,
+        *,
+        zero: Tensor | None = None,
+        levels: Tensor | None = None,
+        inputs: RoundedInputs | None = None,
+    ) -> QuantisedWeight:
+        """This part, of which the fields are given as `QuantisedWeight` says."""
+        place = {"first_input": self.columns[0], "num_inputs": self.size[1]}
+        return QuantisedWeight(held, bits, scale.contiguous(), groups, zero, levels, inputs, **place)
 
 
 @dataclass(frozen=True)
@@ -111,14 +135,14 @@ class Format(ABC):
     """How a checkpoint stores the weights of those linear layers that it has in fewer bits.
 
     name: as `--quantize` and people know it; ignored: patterns of tensors that may be there and are not needed; zeros:
-    patterns of those that are not needed because they are zeros; left_out: layers that are dense, as the config says:
+    patterns of those that are not needed because they are zeros; exclusions: layers that are dense, as the config says:
     only where weights are random is it asked, otherwise the tensors tell.
     """
 
     name: str
     ignored: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()
-    left_out: LeftOut = LeftOut(Names(HEADS_AND_ROUTERS))
+    exclusions: Exclusions = Exclusions(Names(HEADS_AND_ROUTERS))
 
     @abstractmethod
     def has(self, tensors: Tensors) -> bool:
@@ -130,7 +154,7 @@ class Format(ABC):
 
     def leaves_out(self, name: str) -> bool:
         """Whether the config says that this layer is dense."""
-        return self.left_out.hold(name)
+        return self.exclusions.hold(name)
 
 
 def finite(tensors: Tensors, suffix: str, numbers: Tensor) -> Tensor:
@@ -193,3 +217,15 @@ def covering(bounds: tuple[int, int], unit: int, most: int) -> tuple[tuple[int, 
     start, stop = bounds
     first, last = start // unit * unit, min(-(-stop // unit) * unit, most)
     return (first, last), slice(start - first, stop - first)
+
+
+def covering_words(bounds: tuple[int, int], bits: int, most: int) -> tuple[tuple[int, int], slice]:
+    """Likewise the least range of words that hold codes of so many bits, and where they lie in what is unpacked."""
+    (first, last), inside = covering(bounds, unit_of(bits), most)
+    return (words_of(first, bits), words_of(last, bits)), inside
+
+
+def refuse_undivided(tensors: Tensors, inputs: int, size: int, remedy: str) -> None:
+    """Raise FormatError where groups of `size`, which is above 0, do not divide the inputs."""
+    if size > 0 and inputs % size:
+        raise FormatError(f"{tensors.name} has {inputs} inputs, which groups of {size} do not divide: {remedy}")

@@ -1,4 +1,4 @@
-"""Checkpoints of AMD Quark, which has a scheme for all layers, and others for some of them (`server/quant/quark.py`).
+"""Checkpoints of AMD Quark, which has a scheme for all layers, and others for some (`server/quantisation/quark.py`).
 
 Of a layer [F, D] with G groups of inputs:
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.formats.awq import PACKED, PLACES, packed_outputs
-from server.checkpoint.formats.float4 import float4_codes, float4_levels, of_exponents
+from server.checkpoint.formats.compressed import float4_codes, float4_levels, of_exponents
 from server.checkpoint.formats.float8 import FLOAT8, read_above_0, read_scalar, scale_of_rows
 from server.checkpoint.formats.protocol import (
     FLOATS,
@@ -37,13 +37,14 @@ from server.checkpoint.formats.protocol import (
     covering,
     finite,
     numbers_of_float8,
+    refuse_undivided,
     rows_of_all,
 )
-from server.quant import left_out
-from server.quant.configs import Budget, shown
-from server.quant.packing import Codes, PackedCodes, unpack_rows, unpacked
-from server.quant.quark import Layers, Scheme
-from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation import exclusions
+from server.quantisation.configs import Budget, shown
+from server.quantisation.packing import Codes, PackedCodes, unpack_rows, unpacked
+from server.quantisation.quark import Layers, Scheme
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 RAISED = 8  # of signed codes of 4 bits
 SIGNS = -0x77777778  # 0x88888888: the highest bit of each code of a word
@@ -66,7 +67,7 @@ class QuarkFormat(Format):
                 f"{shown(order)}; take a checkpoint that Quark 1.0 or newer exported"
             )
         self._places = ORDERS[order]
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("weight_scale")
@@ -78,20 +79,15 @@ class QuarkFormat(Format):
                 "download both again"
             )
         outputs, inputs = part.size
-        if scheme.group and inputs % scheme.group:
-            raise FormatError(
-                f"{tensors.name} has {inputs} inputs, which groups of {scheme.group} do not divide: such a layer must "
-                "be left as it is (`exclude`)"
-            )
+        refuse_undivided(tensors, inputs, scheme.group, "such a layer must be left as it is (`exclude`)")
         if scheme.is_in_words and (outputs % PACKED or (not scheme.group and inputs % PACKED)):
             raise FormatError(
                 f"{tensors.name} has {outputs} outputs and {inputs} inputs, and quark packs {PACKED} at a time: such a "
                 "layer must be left as it is (`exclude`)"
             )
-        groups = contiguous_groups(scheme.group, inputs)
-        kept, of_input = torch.unique(groups[slice(*part.columns)], return_inverse=True)
+        kept, of_input = part.groups_of(scheme.group)
         some = int(kept[0]), int(kept[-1]) + 1
-        return QuantisedWeight(
+        return part.weight(
             self._codes(tensors, part, scheme),
             scheme.bits,
             _scale(tensors, part, scheme, some),
@@ -99,8 +95,6 @@ class QuarkFormat(Format):
             zero=self._zeros(tensors, part, scheme, some),
             levels=float4_levels() if scheme.dtype == "fp4" else None,
             inputs=_inputs(tensors, scheme),
-            first_input=part.columns[0],
-            num_inputs=inputs,
         )
 
     def _codes(self, tensors: Tensors, part: Part, scheme: Scheme) -> Codes:

@@ -1,6 +1,6 @@
 """Checkpoints of torchao whose weights alone are in fewer bits, as transformers 5 saves them.
 
-Of a layer [F, D] with G groups of inputs, by the class of its tensor (`server/quant/torchao.py`):
+Of a layer [F, D] with G groups of inputs, by the class of its tensor (`server/quantisation/torchao.py`):
 
     _weight_qdata      [F, D] int8               Int8Tensor, and IntxUnpackedToInt8Tensor for codes of 1 to 8 bits
                        [F, D] float8_e4m3fn      Float8Tensor
@@ -32,14 +32,16 @@ from server.checkpoint.formats.protocol import (
     covering,
     finite,
     numbers_of_float8,
+    refuse_undivided,
     rows_of_all,
 )
-from server.quant import left_out
-from server.quant.configs import Budget, shown
-from server.quant.packing import Codes, packed_inputs
-from server.quant.stored import QuantisedWeight, contiguous_groups
-from server.quant.torchao import Layout, layout_of, plain
+from server.quantisation import exclusions
+from server.quantisation.configs import Budget, shown
+from server.quantisation.packing import Codes, packed_inputs
+from server.quantisation.stored import QuantisedWeight
+from server.quantisation.torchao import Layout, layout_of, plain
 
+APART = "do not belong together, download both again"
 RAISED = 8  # what is added to signed codes of 4 bits, so that they are from 0 on
 IN_WORD = 8  # codes of 4 bits
 OF_INPUTS = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
@@ -54,7 +56,7 @@ class TorchaoFormat(Format):
 
     def __init__(self, config: Mapping[str, Any], budget: Budget):
         self._layout = layout_of(config)
-        self.left_out = left_out.of_config(config, self.name, budget)
+        self.exclusions = exclusions.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("_weight_qdata")
@@ -62,25 +64,13 @@ class TorchaoFormat(Format):
     def read(self, tensors: Tensors, part: Part) -> QuantisedWeight:
         layout, inputs = self._layout, part.size[1]
         _refuse_other_note(tensors, layout)
-        if layout.group and inputs % layout.group:
-            raise FormatError(
-                f"{tensors.name} has {inputs} inputs, which groups of {layout.group} do not divide: config.json and "
-                "weights do not belong together, download both again"
-            )
-        groups = contiguous_groups(layout.group, inputs)[slice(*part.columns)]
-        kept, of_input = torch.unique(groups, return_inverse=True)
+        refuse_undivided(tensors, inputs, layout.group, f"config.json and weights {APART}")
+        kept, of_input = part.groups_of(layout.group)
         codes = _codes(tensors, part, layout)
         scale = _of_groups(tensors, "_weight_scale", part, layout, FLOATS)
         zero = _zero(tensors, part, layout, scale)
-        return QuantisedWeight(
-            codes,
-            4 if layout.bits <= 4 else 8,
-            scale[:, kept].contiguous(),
-            of_input,
-            zero=None if zero is None else zero[:, kept].contiguous(),
-            first_input=part.columns[0],
-            num_inputs=inputs,
-        )
+        zero = None if zero is None else zero[:, kept].contiguous()
+        return part.weight(codes, 4 if layout.bits <= 4 else 8, scale[:, kept], of_input, zero=zero)
 
 
 def _refuse_other_note(tensors: Tensors, layout: Layout) -> None:
@@ -151,8 +141,7 @@ def _packed(tensors: Tensors, part: Part, count: int, dtype: torch.dtype) -> tup
     outputs, inputs = part.size
     if inputs % count:
         raise FormatError(
-            f"{tensors.name} has {inputs} inputs, and torchao packs {count} at a time: config.json and weights do not "
-            "belong together, download both again"
+            f"{tensors.name} has {inputs} inputs, and torchao packs {count} at a time: config.json and weights {APART}"
         )
     (first, last), inside = covering(part.columns, count, inputs)
     shape, columns = (outputs, inputs // count), (first // count, last // count)

@@ -1,8 +1,9 @@
-"""`gpu` and `probes`: targets and verdicts in one file, whatever fails; the commands themselves run on a CPU."""
+"""`gpu`: targets and verdicts in one file, whatever fails, and commands that can be run."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -10,33 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmark import launch
 from benchmark.__main__ import main
-from benchmark.commands import gpu, probes
+from benchmark.commands import gpu
 from benchmark.commands.gpu import Report
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.devices import DEVICES
+from benchmark.cost.devices import DEVICES, Machine
 from benchmark.cost.roofline import Piece, ServedModel, ceiling_of
-from server.backends.cpu.device import CpuDevice
-from server.backends.protocol import Scores
-from server.backends.reference import ReferenceBackend
 
 H200 = DEVICES["h200"].dense_ceilings("bfloat16", 1)
-TINY = ["--latency-shape", str(launch.DEMO), "--serving-shape", str(launch.DEMO), "--offline-shape", str(launch.DEMO)]
-LENGTHS = ["--latency-lengths", "8", "4", "--serving-lengths", "8", "4", "--offline-lengths", "8", "4"]
-FEW = ["-b", "2", "--runs", "1", "--concurrency", "2", "--num-prompts", "4"]
-
 # What each command finds of a model that is as fast as it should be.
 STARTUP = {"startup": {"table": "weights  14.14 GB per shard", "ready_s": 21.5}}
 DECODE = {"step": "decode_token", "batch_size": 1, "p50_ms": 3.8, "computed_p50_ms": 3.7}
 FOUND: dict[str, dict[str, Any]] = {
-    "probes": {
-        "device": "NVIDIA H200",
-        "rows": [{"probe": "pinned host memory is copied to the device at", "value": 55.5, "unit": "GB/s"}],
-    },
     "latency": STARTUP | {"rows": [{"step": "prefill", "batch_size": 32, "p50_ms": 60.0}, DECODE]},
     "serving": STARTUP | {"rows": [{"output_tokens_per_second": 14100.0, "errors": 0, "requests": 1024}]},
     "offline": STARTUP | {"rows": [{"step": "total", "tokens_per_second": 7000.0}]},
@@ -57,7 +45,7 @@ def report_of(
         return result.get("failure")
 
     monkeypatch.setattr(gpu, "run_command", run_command)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "machine_at_hand", lambda kind: Machine("NVIDIA H200", 1, 140e9, 16))
     path = tmp_path / "report.md"
     code = main(["gpu", "--output", str(path)])
     text = path.read_text()
@@ -78,7 +66,6 @@ def test_every_target_has_a_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "missed" == rows["chatglm3-6b: 256 concurrent, 128 in, 128 out"][-1]
     assert ["at most 60 s", "21.5 s", "met"] == rows["opt-1.3b: launch to ready"]
     assert "met" == rows["opt-1.3b: 256 sequences offline, 512 in, 32 out"][-1]
-    assert "55.5 GB/s" == rows["pinned host memory is copied to the device at"][1]
     assert text.startswith("# NVIDIA H200\n")
     assert 4 == text.count(STARTUP["startup"]["table"])
     assert all(f"tables of {command}" in text for command in FOUND)
@@ -86,18 +73,13 @@ def test_every_target_has_a_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_a_command_that_fails_is_a_row_and_the_others_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     incomplete = FOUND["latency"] | {"rows": [DECODE], "failure": "the server ended: out of memory"}
-    found = {name: FOUND[name] for name in ("probes", "offline")} | {"latency": incomplete}
+    found = {name: FOUND[name] for name in ("offline",)} | {"latency": incomplete}
     code, rows, _ = report_of(monkeypatch, tmp_path, found)
     assert 1 == code
     assert ["", "the server ended: out of memory", "failed"] == rows["bloomz-7b1-mt"]
     assert "met" == rows["bloomz-7b1-mt: decode step, batch 1"][-1]
     assert ["", "the server did not start: no memory", "failed"] == rows["mistral-7b"] == rows["chatglm3-6b"]
     assert "met" == rows["opt-1.3b: 256 sequences offline, 512 in, 32 out"][-1]
-
-
-def test_without_a_device_there_are_no_ceilings_and_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, rows, _ = report_of(monkeypatch, tmp_path, {"offline": FOUND["offline"]})
-    assert (1, "the probes found no ceilings to compare it with") == (code, rows["opt-1.3b"][1])
 
 
 def test_ceilings_are_those_worked_out_by_hand() -> None:
@@ -163,65 +145,31 @@ def test_what_is_promised_of_one_gpu_in_tokens_and_milliseconds(
     ) if line not in page]  # fmt: skip
 
 
-def test_a_device_without_a_data_sheet_has_the_ceilings_of_its_probes() -> None:
-    probed = Ceilings(1e12, 2e14)
+def test_a_report_is_named_after_its_device() -> None:
     args = argparse.Namespace(dtype="bfloat16", output=None)
-    assert H200 == Report(args, "NVIDIA H200", probed).ceilings
-    assert probed == Report(args, "NVIDIA L40S", probed).ceilings
-    assert "nvidia-l40s.md" == Report(args, "NVIDIA L40S").path.name[-14:]
+    assert "nvidia-l40s.md" == Report(args, "NVIDIA L40S", H200).path.name[-14:]
 
 
 def test_a_machine_without_a_gpu_is_measured_only_if_its_cpu_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "machine_at_hand", lambda kind: Machine("cpu", 1, 64e9, 2))
     assert 1 == main(["gpu", "--output", str(tmp_path / "report.md")])
     assert "this machine shows no GPU: give --device cpu" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_command_past_its_limit_is_ended() -> None:
-    assert "it took longer than 0.01 s: raise --limit" == gpu.run_command(["probes", "--device", "cpu"], 0.01)
+    assert "it took longer than 0.01 s: raise --limit" == gpu.run_command(["latency", "--device", "cpu"], 0.01)
 
 
-def test_the_whole_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "new" / "report.md"
-    flags = ["--device", "cpu", "--dtype", "float32", "--output", str(path)]
-    assert 0 == main(["gpu", *TINY, *LENGTHS, *FEW, *flags])
-    text, shown = path.read_text(), capfd.readouterr().out
-    assert text.startswith("# cpu\n")
-    for line in ("demo: decode step, batch 2", "demo: 2 concurrent, 8 in, 4 out", "demo: 4 sequences offline"):
-        assert f"| {line}" in text and f"| {line}" in shown
-    assert 3 == text.count("demo: launch to ready") == text.count("\nmemory left ")
-    assert "| failed" not in text
-
-
-def test_probes_of_a_cpu(tmp_path: Path) -> None:
-    assert 0 == main(["probes", "--device", "cpu", "--dtype", "float32", "--output", str(tmp_path)])
-    assert (tmp_path / "report.html").is_file()
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert 4 == len(rows) and all(row["value"] > 0 for row in rows)
-    assert probes.ceilings(rows) is not None
-    assert probes.ceilings(rows[1:]) is None
-
-
-@torch.inference_mode()
-def test_probed_decodes_see_their_whole_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "CONTEXT", 48)
-    cpu = torch.device("cpu")
-    meta = probes._decode_meta(2, cpu)
-    kv = torch.zeros(2, 6, 2, probes.BLOCK_SIZE, 4)
-    kv[1] = torch.arange(6.0).view(6, 1, 1, 1)  # values: the number of the block
-    attention = ReferenceBackend(CpuDevice()).attention(Scores(1.0))
-    out = attention.attend(torch.zeros(2, 2, 4), kv, meta, window=0)
-    assert [1.0, 4.0] == pytest.approx(out[:, 0, 0].tolist(), rel=1e-4)
-
-
-def test_the_attention_probe_reads_values_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: dict[str, torch.Tensor] = {}
-    changes = {"DECODES": (1,), "CONTEXT": 32, "MOST_LAYERS": 1, "_captured": lambda run: run}
-    for name, value in changes.items():
-        monkeypatch.setattr(probes, name, value)
-    monkeypatch.setattr(probes, "_attend", lambda attention, q, kv, meta: read.update(q=q, kv=kv))
-    assert 1 == len(list(probes._decode_attention(torch.device("cpu"), torch.float32)))
-    assert 2 == len(read) and all(tensor.unique().numel() > 100 for tensor in read.values())
+def test_every_command_is_understood() -> None:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    args = parser.parse_args(["--device", "cpu", "--serving-shape", str(launch.DEMO)])
+    for step in gpu.steps(args, Report(args, "cpu", H200)):
+        name, *arguments = step.arguments
+        command = importlib.import_module(f"benchmark.commands.{name}")
+        own = argparse.ArgumentParser()
+        command.add_arguments(own)
+        own.parse_args(arguments)

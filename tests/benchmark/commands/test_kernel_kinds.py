@@ -14,8 +14,9 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.commands import gpu
+from benchmark.cost.devices import Machine
+from benchmark.cost.roofline import Ceilings
 from benchmark.seeds import documents, measurements
-from benchmark.seeds.limits import Machine
 from tests.benchmark.commands.test_reproduce import scale
 from tests.running import ROOT
 
@@ -25,12 +26,7 @@ NONE = ["--cpu-kernels", "none"]
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["latency", "-b", "1"],
-        ["serving", "--num-requests", "1"],
-        ["offline", "--num-prompts", "1"],
-        ["promises", "--only", "ready", "--repeat", "1"],
-    ],
+    [["latency", "-b", "1"], ["serving", "--num-requests", "1"], ["offline", "--num-prompts", "1"]],
     ids=lambda command: command[0],
 )
 def test_what_servers_are_told_is_theirs_to_refuse(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +43,10 @@ def test_commands_of_commands_hand_it_on(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     gpu.add_arguments(parser)
     args = parser.parse_args(NONE)
-    measured = {step.arguments[0]: list(step.arguments) for step in gpu.steps(args, gpu.Report(args))}
+    measured = {
+        step.arguments[0]: list(step.arguments)
+        for step in gpu.steps(args, gpu.Report(args, "cpu", Ceilings(1e9, 1e12)))
+    }
     assert {"latency", "serving", "offline"} == {name for name, words in measured.items() if "--cpu-kernels" in words}
     seed = documents.find("flexgen-opt")
     job = measurements.Job(seed, scale("flexgen-opt"), Machine("cpu", 1, 1e12, 1), "bfloat16", [1], tmp_path / "x.json")

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -22,8 +21,7 @@ from benchmark import launch
 from benchmark.__main__ import main
 from benchmark.commands import latency
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.roofline import ServedModel
+from benchmark.cost.roofline import Ceilings, ServedModel
 from benchmark.engine import shards
 from benchmark.engine.shards import FIRST_ID, STEPS, THROUGHPUT_STEPS, StepDriver, Times, random_prompts
 from benchmark.result import BenchError, SampleSummary
@@ -296,8 +294,11 @@ def test_two_shards_of_our_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "batch size 3: prefill" in shown.err
 
 
-def test_a_profile_names_operators_and_leaves_traces(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["-b", "2", "-s", "9", "-d", "5", "-r", "1", "--device", "cpu", "--profile", "--like-tgi"]
+def test_a_profile_names_operators_and_leaves_traces(
+    server: launch.Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["-b", "2", "-s", "9", "-d", "5", "-r", "1", "--profile", "--like-tgi", "--model-id", str(launch.DEMO)]
+    flags += ["--shard-uds-path", server.sockets[0].removesuffix("-0")]
     assert 0 == main(["latency", *flags, "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "result.json").read_text())["profile"]
     assert {"prefill", "decode"} == {row["phase"] for row in rows}
@@ -309,9 +310,9 @@ def test_a_profile_names_operators_and_leaves_traces(tmp_path: Path, capfd: pyte
     assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])
 
 
-@pytest.mark.parametrize("model", [["--model-id", str(launch.DEMO)], ["--random-weights", str(launch.DEMO)]])
-def test_transformers_generates_beside_us(model: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["-b", "1", "3", "-s", "9", "-d", "5", "-r", "2", "--device", "cpu", "--beside-transformers", *model]
+def test_transformers_generates_beside_us(server: launch.Server, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["-b", "1", "3", "-s", "9", "-d", "5", "-r", "2", "--beside-transformers", "--model-id", str(launch.DEMO)]
+    flags += ["--shard-uds-path", server.sockets[0].removesuffix("-0")]
     logging.enable_progress_bar()  # as in a process that has loaded nothing yet
     assert 0 == main(["latency", *flags])
     shown, told = capfd.readouterr()
@@ -360,54 +361,6 @@ def test_attaching_on_a_terminal_shows_bars(server: launch.Server) -> None:
     assert "batch size 2: prefill " in view and "of 1: batch size 2" in view and "\x1b[" in view
 
 
-def test_several_splits_are_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = ["-b", "1", "2", "-s", "9", "-d", "5", "-r", "2"]
-    assert 0 == main(["latency", "--num-shard", "1", "2", "--device", "cpu", *lengths, "--output", str(tmp_path)])
-    page = (tmp_path / "report.html").read_text()
-    assert 2 == page.count("data:image/png;base64,")  # times, and the efficiency of the split
-    text = capsys.readouterr().out
-    result = json.loads(text.splitlines()[-1])
-    assert [1, 2] == result["num_shard"] == result["arguments"]["num_shard"]
-    assert [(n, b) for n in (1, 2) for _ in STEPS for b in (1, 2)] == [
-        (row["num_shard"], row["batch_size"]) for row in result["rows"]
-    ]
-    assert text.index("# Tensor Parallel (TP) - 1 shard\n") < text.index("# Tensor Parallel (TP) - 2 shards")
-    times = {(r["num_shard"], r["step"], r["batch_size"]): r["mean_ms"] for r in result["rows"]}
-    share = times[1, "decode_token", 2] / times[2, "decode_token", 2]  # on the same cores
-    assert re.search(rf"\| +\| 2 +\| 100\.0 % +\| {100 * share:.1f} %", text)
-    assert 2 == sum(note.startswith("Ceilings of the device") for note in result["notes"])
-    assert b"\x89PNG" == (tmp_path / "efficiency.png").read_bytes()[:4]
-    assert 1 == main(["compare", *[str(tmp_path / "result.json")] * 2, "--name", "a", "b"])
-    assert "has 2 numbers of shards, 1 2: measure each" in capsys.readouterr().err
-
-
-def test_efficiency_is_what_arrives_of_each_further_device() -> None:
-    rows = [
-        {"step": "prefill", "batch_size": 1, "num_shard": count, "mean_ms": time}
-        for count, time in ((2, 12.0), (4, 8.0), (8, 6.0))
-    ]
-    [(_, _, found)] = latency.efficiencies(rows, is_shared=False)
-    assert {2: 1.0, 4: 0.75, 8: 0.5} == found
-    assert "time with 2 shards × 2 / (time × shards)" in latency.efficiency_table(rows, is_shared=False)
-    [(_, _, shared)] = latency.efficiencies(rows, is_shared=True)
-    assert {2: 1.0, 4: 1.5, 8: 2.0} == shared
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["1", "2", "--profile"], "--num-shard 1 2 with --profile: give one number of shards"),
-        (["1", "3", "--random-weights", "bloom-560m"], "--num-shard 3 is not possible: "),
-    ],
-)
-def test_splits_that_cannot_be_are_refused_before_any_is_measured(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "target_for", None)
-    assert 1 == main(["latency", "--num-shard", *flags])
-    assert said in capsys.readouterr().err
-
-
 def test_a_cache_that_is_too_small_is_refused(server: launch.Server, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = server.sockets[0].removesuffix("-0")
     assert 1 == main(["latency", "-b", "9", "--shard-uds-path", prefix])
@@ -429,9 +382,8 @@ def test_rows_are_kept_when_the_server_dies(
     monkeypatch.setattr(latency, "_measure_point", kill_then_measure)
     args = arguments("-b", "1", "2", "-s", "9", "-d", "5", "-r", "2", "--output", str(tmp_path))
     target = shards.MeasuredShards(server.sockets, "demo", shapes.shape(str(launch.DEMO)), None, server)
-    report = latency._Report(args)
-    with pytest.raises(BenchError, match="the server ended: shard 0 stopped: killed by signal 9"), report.stack:
-        asyncio.run(latency._measure(args, target, report))
+    with pytest.raises(BenchError, match="the server ended: shard 0 stopped: killed by signal 9"):
+        asyncio.run(latency._measure(args, target))
     kept = json.loads((tmp_path / "result.json").read_text())
     assert kept == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(step, 1) for step in STEPS] == [(row["step"], row["batch_size"]) for row in kept["rows"]]

@@ -17,8 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from benchmark.__main__ import main
 from benchmark.commands import offline
 from benchmark.cost import shapes
-from benchmark.cost.ceilings import Ceilings
-from benchmark.cost.roofline import BytesAndFlops, ServedModel
+from benchmark.cost.roofline import BytesAndFlops, Ceilings, ServedModel
 from benchmark.engine.generation import Prompt, StepRecord, TimedShards, generate, load_tokenizer, read_prompts
 from benchmark.result import BenchError
 from router.scheduling.limits import Limits
@@ -101,7 +100,7 @@ def test_tokens_over_latency_is_throughput() -> None:
     assert (3, 6.0, 0.5) == (total["tokens"], total["latency_s"], total["tokens_per_second"])
     assert [1.0, 1.0, 2.0] == [row["floor_s"] for row in (prefill, decode, total)]
     assert 50.0 == decode["percent_of_limit"]
-    for row in (prefill, decode, total):  # of which a comparison takes its interval
+    for row in (prefill, decode, total):
         sampled = row["samples"]["tokens_per_second"]
         assert row["tokens_per_second"] == pytest.approx(sum(sampled) / len(sampled))
 
@@ -173,38 +172,3 @@ def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     assert shown == [line[:3] for line in cells[2:5]]
     assert ["GB", "Model", "Cache", "Hidden (p)", "Peak GPU memory", "Peak host memory"] == cells[6]
     assert ["all", "0.014"] == cells[8][:2]
-
-
-def test_several_numbers_of_prompts_in_one_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    flags = ["--input-length", "20", "--output-length", "8", "--device", "cpu", "--output", str(tmp_path)]
-    assert 0 == main(["offline", "--num-prompts", "6", "2", "6", *flags])
-    result = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert [2, 2, 2, 6, 6, 6] == [row["num_prompts"] for row in result["rows"]]
-    assert [2 * 20, 6 * 20] == [row["tokens"] for row in result["rows"] if row["step"] == "prefill"]
-    assert [2 * 8, 6 * 8] == [row["tokens"] for row in result["rows"] if row["step"] == "total"]
-    assert [2, 6] == [run["num_prompts"] for run in result["runs"]] == result["work"]["num_prompts"]
-    assert all(2 == len(run["ceilings"]) for run in result["runs"])
-    text = (tmp_path / "result.md").read_text()
-    assert "| Prompts | Step    | Tokens | Latency s |" in text
-    assert "| 2 prompts |" in text and "| 6 prompts |" in text
-    assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
-    assert 1 == (tmp_path / "report.html").read_text().count("data:image/png;base64,")
-    (tmp_path / "again.json").write_text((tmp_path / "result.json").read_text())
-    assert 1 == main(["compare", f"{tmp_path}/result.json", f"{tmp_path}/again.json"])
-    assert "is not a result of lockstep-bench" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        (["--prompts", "x"], "--num-prompts 32 64 is for synthetic prompts, and --prompts names those there are"),
-        (["--schedule", "row"], "--num-prompts 32 64 with --schedule: give one number there, and several of --num-gpu"),
-    ],
-)
-def test_several_numbers_of_prompts_where_there_can_be_one(
-    flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert 1 == main(["offline", "--num-prompts", "64", "32", *flags])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {problem}")

@@ -139,18 +139,6 @@ def test_sums_are_those_of_all_micro_batches(capsys: pytest.CaptureFixture[str])
     assert alone == pytest.approx(found[1]["all_reduce_ms"])
 
 
-def test_devices_are_compared_by_the_same_kind_of_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    """An H200 is an H100 with more and faster memory: it is as fast or faster at everything."""
-    floors = {}
-    for device in ("h100", "h200"):
-        lines, result = planned(capsys, "--model-id", "bloomz-7b1-mt", "--device", device, "--num-shard", "1")
-        floors[device] = [(row["floor_ms"], row["expected_ms"]) for row in result["rows"]]
-        assert any("NVIDIA's data sheet" in line for line in lines)
-        assert any("Expected: 60 % of the limits and 0 ms a step" in line and "assumption" in line for line in lines)
-    for h100, h200 in zip(floors["h100"], floors["h200"], strict=True):
-        assert h200[0] <= h100[0] and h200[1] <= h100[1]
-
-
 @pytest.mark.parametrize(
     ("name", "device"),
     [
@@ -166,13 +154,15 @@ def test_a_driver_s_name_is_that_of_a_data_sheet(name: str, device: str | None) 
 
 def test_what_fits_is_the_capacity_and_not_the_usual_load(capsys: pytest.CaptureFixture[str]) -> None:
     """256 sequences of 1040 tokens: more than 128 x 2048, and less than what the memory holds."""
-    _, result = planned(
+    lines, result = planned(
         capsys, "--model-id", "tinyllama-1.1b", "--device", "h200", "--num-shard", "1", "-b", "256", "100000",
         "-s", "1000", "-d", "35",
     )  # fmt: skip
     (capacity,) = result["capacity"]
     assert capacity["max_batch_total_tokens"] < 256 * 1040 < capacity["kv_tokens"] < 100_000 * 1040
     assert [True, False] == [row["fits"] for row in result["rows"] if row["step"] == "Prefill"]
+    assert any("| 100000     | does not fit |" in line for line in lines)
+    assert any("Expected: 60 % of the limits and 0 ms a step" in line and "assumption" in line for line in lines)
 
 
 def test_captured_steps_have_their_room(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,13 +180,6 @@ def test_a_sequence_longer_than_the_model_s_is_told(capsys: pytest.CaptureFixtur
     for length, is_told in ((1948, False), (1949, True)):
         lines, _ = planned(capsys, *flags, "-s", str(length), "-d", "100")
         assert is_told == any("make 2049 tokens, and the model's longest sequence is 2048" in line for line in lines)
-
-
-def test_a_batch_that_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model-id", "baichuan2-13b", "--device", "a100-40g", "--num-shard", "1", "-b", "1", "512"]
-    lines, result = planned(capsys, *flags)
-    assert [True, False] == [row["fits"] for row in result["rows"][:2]]
-    assert any("| 512        | does not fit |" in line for line in lines)
 
 
 def test_what_cannot_be_split_or_held_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,21 +275,7 @@ def test_stages_are_those_of_the_server_and_make_a_whole() -> None:
 
 def test_a_pipeline_as_worked_out_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """BLOOM-7B on two H200s: halves of 7.07 GB of weights at 4.8 TB/s, four batches in turn, and links of 3 ms."""
-    flags = [
-        "--model-id",
-        "bloomz-7b1-mt",
-        "--device",
-        "h200",
-        "--num-shard",
-        "1",
-        "-b",
-        "1",
-        "32",
-        "-s",
-        "1",
-        "-d",
-        "2",
-    ]
+    flags = "--model-id bloomz-7b1-mt --device h200 --num-shard 1 -b 1 32 -s 1 -d 2".split()
     one = {(r["step"], r["batch_size"]): r for r in planned(capsys, *flags)[1]["rows"]}
     stages = [*flags, "--pipeline-parallel", "2", "--micro-batches", "4"]
     near = {(r["step"], r["batch_size"]): r for r in planned(capsys, *stages)[1]["rows"]}
@@ -370,21 +339,7 @@ def test_a_measured_model_tells_what_its_stages_take(capsys: pytest.CaptureFixtu
     }  # fmt: skip
     path = tmp_path / "result.json"
     path.write_text(json.dumps(measured))
-    flags = [
-        "--model-id",
-        "bloom-560m",
-        "--device",
-        "h200",
-        "--num-shard",
-        "1",
-        "-b",
-        "1",
-        "16",
-        "-s",
-        "10",
-        "-d",
-        "10",
-    ]
+    flags = "--model-id bloom-560m --device h200 --num-shard 1 -b 1 16 -s 10 -d 10".split()
     stages = ["--pipeline-parallel", "2", "--link-ms", "3", "--cost", str(path)]
     lines, result = planned(capsys, *flags, *stages)
     found = {(r["step"], r["batch_size"]): r["expected_ms"] for r in result["rows"]}

@@ -18,8 +18,9 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.commands import serving
 from benchmark.commands.serving import limits_of
+from benchmark.report import pictures
 from benchmark.result import BenchError
-from benchmark.serving import http_client, loops
+from benchmark.serving import http_client, loops, sweep
 from benchmark.serving.datasets import Lengths
 from benchmark.serving.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi
 from benchmark.serving.outcomes import Load, Objectives, Outcome, remarks, row_of, throughput_table
@@ -61,10 +62,7 @@ def test_times_of_one_request() -> None:
 def test_times_count_from_the_intended_sending() -> None:
     late = outcome(10.5, 11.0, intended_at=9.0, sent_at=10.0)
     assert (1500, 2000) == (late.ttft_ms, late.e2e_ms)
-
-
-def test_one_token_has_no_time_per_output_token() -> None:
-    assert outcome(10.5).tpot_ms is None
+    assert outcome(10.5).tpot_ms is None  # of one token
 
 
 def test_a_row_from_two_requests() -> None:
@@ -73,7 +71,7 @@ def test_a_row_from_two_requests() -> None:
     assert pytest.approx(1.5) == row["seconds"]  # 10.0 to 11.5
     assert pytest.approx(2 / 1.5) == row["requests_per_second"]
     assert pytest.approx(8 / 1.5) == row["output_tokens_per_second"]
-    for name in ("requests_per_second", "output_tokens_per_second"):  # of which a comparison takes its interval
+    for name in ("requests_per_second", "output_tokens_per_second"):
         assert pytest.approx(row[name]) == sum(row["samples"][name]) / len(row["samples"][name])
     assert (8, 8) == (row["output_tokens"], row["asked_tokens"])
     assert pytest.approx((80 + 100) / 2) == row["latency_per_token_ms"]
@@ -119,20 +117,6 @@ def test_goodput_counts_requests_that_keep_both_objectives() -> None:
     failed = outcome(error="timeout")
     goodput = row_of(CELL, Load(concurrency=1), [fast, late, slow, failed], Objectives(200, 150))["goodput"]
     assert {"ttft_objective_ms": 200, "tpot_objective_ms": 150, "share": 0.25, "requests_per_second": 1.0} == goodput
-
-
-def test_the_table_is_the_published_one() -> None:
-    seed = [
-        "| Input Length | Output Length | Throughput (requests/s) | Throughput (output token/s) | "
-        "Average latency per token (ms) | Average latency per output token (ms) |",
-        "| :----------: | :-----------: | :---------------------: | :-------------------------: | "
-        ":----------------------------: | :-----------------------------------: |",
-        "|     128      |      512      |          2.43           |           1245.15           |"
-        "              9.98              |                 12.48                 |",
-    ]
-    names = ("requests_per_second", "output_tokens_per_second", "latency_per_token_ms", "latency_per_output_token_ms")
-    figures = dict(zip(names, (2.43, 1245.15, 9.98, 12.48), strict=True))
-    assert seed == throughput_table([{"input_length": 128, "output_length": 512, **figures}]).splitlines()
 
 
 # -------------------------------------------------------------------------------------------------------- loops
@@ -284,17 +268,24 @@ def test_refused_and_cut_requests_are_errors_and_short_answers_are_told(capsys: 
 
 @pytest.mark.parametrize(("without", "counts"), [("", {2.0}), ("metrics", set())])
 def test_the_servers_batch_is_watched_and_drawn(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, without: str, counts: set[float]
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+    counts: set[float],
 ) -> None:
-    with mock_server(gap_ms=100, without=without) as url:
+    monkeypatch.setattr(sweep, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(sweep.ServerWatch.__init__, "__defaults__", (0.05,))
+    monkeypatch.setattr(pictures, "DOTS_PER_INCH", 20)
+    with mock_server(gap_ms=10, without=without) as url:
         flags = ("--concurrency", 2, "--num-requests", 2, "--warmups", 0, "--output", tmp_path)
         code, result, _ = bench(capsys, "--url", url, "--input-length", 6, "--output-length", 24, *flags)
     [row] = result["rows"]
     assert 0 == code
     assert counts == {point["running"] for point in row["server_timeline"][1:]}
     assert (tmp_path / "server.png").exists() == bool(counts)
-    pictures = (tmp_path / "report.html").read_text().count("data:image/png;base64,")
-    assert pictures == 4 + 1 + len(counts)  # the published four, distributions, and the server's
+    found = (tmp_path / "report.html").read_text().count("data:image/png;base64,")
+    assert found == 4 + 1 + len(counts)  # the published four, distributions, and the server's
 
 
 def test_a_server_that_dies_keeps_the_finished_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -408,19 +399,14 @@ def test_an_unknown_distribution_names_the_known(capsys: pytest.CaptureFixture[s
     assert "gaussian is none of fixed, uniform, lognormal" in errors
 
 
-def test_flags_of_a_server_to_start_contradict_a_running_one(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, errors = bench(capsys, "--url", "http://127.0.0.1:1", "--num-shard", 2)
-    assert 1 == code
-    assert "leave out --num-shard" in errors
-
-
-def test_a_real_server_is_started_and_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_real_server_is_started_and_measured(capsys: pytest.CaptureFixture[str]) -> None:
     work = ("--input-length", 16, "--output-length", 4, "--concurrency", 2, "--num-requests", 4)
-    code, result, _ = bench(capsys, "--device", "cpu", "--dtype", "float32", *work, "--output", tmp_path)
+    code, result, _ = bench(capsys, "--device", "cpu", "--dtype", "float32", *work)
     [row] = result["rows"]
     assert (0, 0, 0) == (code, row["errors"], row["other_input_length"])
     assert ("server/demo", "float32", 1) == tuple(result[key] for key in ("model", "dtype", "num_shard"))
     assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
+    assert "memory left " in result["startup"]["table"] and result["startup"]["ready_s"] > 0
 
 
 def test_what_a_server_calls_itself_is_letters(monkeypatch: pytest.MonkeyPatch) -> None:

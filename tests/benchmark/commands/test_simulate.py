@@ -7,9 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,21 +16,12 @@ from benchmark.__main__ import main
 from benchmark.commands.simulate import SETTINGS
 from benchmark.fleet.prediction import comparison, figures, read_serving
 from benchmark.fleet.replica import Tally
-from benchmark.fleet.traffic import Request, arrival_times, read_trace
+from benchmark.fleet.traffic import Request, read_trace
 from benchmark.result import BenchError
 from tests.benchmark.cost.test_step_times import latency_result
 from tests.running import ROOT
 
 # ---------------------------------------------------------------------------------------------------------- work
-
-
-def test_bursts_keep_the_rate() -> None:
-    times = arrival_times(10, 3.0, 20_000, Random(1))
-    gaps = [after - before for before, after in pairwise(times)]
-    mean = sum(gaps) / len(gaps)
-    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
-    assert 0.1 == pytest.approx(mean, rel=0.1)
-    assert 3.0 == pytest.approx(deviation / mean, rel=0.1)
 
 
 def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
@@ -42,24 +31,6 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
         '{"arrival_s": 1, "input_length": 5, "output_length": 4}\n'
     )
     assert [Request(1, 5, 4, 4), Request(2.5, 7, 3, 9)] == read_trace(path)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "1",
-        '{"arrival_s": 1, "input_length": 5}',
-        '{"arrival_s": -1, "input_length": 5, "output_length": 4}',
-        '{"arrival_s": NaN, "input_length": 5, "output_length": 4}',
-        '{"arrival_s": 1, "input_length": 5.5, "output_length": 4}',
-        '{"arrival_s": 1, "input_length": 5, "output_length": 4, "max_new_tokens": 3}',
-    ],
-)
-def test_a_wrong_line_of_a_trace_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(f'{{"arrival_s": 1, "input_length": 5, "output_length": 4}}\n{line}\n')
-    with pytest.raises(BenchError, match=r"trace\.jsonl, line 2 is no request"):
-        read_trace(path)
 
 
 # ------------------------------------------------------------------------------------------------------- figures
@@ -76,7 +47,7 @@ def test_figures_of_two_requests_worked_out_by_hand() -> None:
     tally.last_arrival_at, tally.ended_by_then, tally.given_by_then = 2.0, 1, 8
     tally.started_at, tally.ended_at, tally.busy, tally.batch, tally.kv = 1.0, 3.0, 1.0, 1.5, 0.25
     row = figures(tally, 2, (200.0, 30.0))
-    assert (1.0, 6.0, 0.25) == tuple(row[k] for k in ("requests_per_second", "output_tokens_per_second", "busy_share"))
+    assert (1.0, 6.0, 1 / 6) == tuple(row[k] for k in ("requests_per_second", "output_tokens_per_second", "busy_share"))
     assert {"seconds": 1.0, "requests_per_second": 1.0, "output_tokens_per_second": 8.0} == row["while_arriving"]
     assert pytest.approx({"share": 1 / 3, "requests_per_second": 0.5}) == {
         name: row["goodput"][name] for name in ("share", "requests_per_second")
@@ -119,7 +90,7 @@ def test_chunks_can_be_swept_beside_auto(capsys: pytest.CaptureFixture[str], tmp
 
 def test_a_sweep_prints_a_row_for_each_value(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines, result = run(
-        capsys, *H200, "--request-rate", 30, "--num-requests", 200, "--sweep", "max-batch-size=1,4,16",
+        capsys, *H200, "--request-rate", 30, "--num-requests", 100, "--sweep", "max-batch-size=1,4,16",
         "--sweep", "replicas=1,2", "--ttft-objective", 300, "--tpot-objective", 30, "--output", tmp_path,
     )  # fmt: skip
     settings = [(row["settings"]["max_batch_size"], row["settings"]["replicas"]) for row in result["rows"]]

@@ -12,7 +12,7 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 
 from benchmark.cost import shapes
 from benchmark.result import BenchError
-from server.quant.kv import KV_FORMATS
+from server.quantisation.kv import KV_FORMATS
 from server.stepping.cache import KVShape
 
 # (layers, head) in billions of parameters, KV bytes of a token in 16 bits.

@@ -12,9 +12,8 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.cost.step_times import Fixed
 from benchmark.fleet import traffic
-from benchmark.fleet.pools import Pool, _split
+from benchmark.fleet.fleet import ReplicaModel, pools_of
 from benchmark.fleet.traffic import Request
-from benchmark.result import BenchError
 from tests.router.doubles import make_limits
 
 SMALL = ("--step-ms", "10", "--token-us", "20", "--num-requests", "60", "--request-rate", "20")
@@ -43,7 +42,7 @@ SHORT = ("--step-ms", 10, "--token-us", 20, "--input-length", 20, "--output-leng
 LOAD = (*SHORT, "--request-rate", 300, "--ttft-objective", 60)
 
 
-@pytest.mark.parametrize("most", [5, 7, 64])
+@pytest.mark.parametrize("most", [5, 64])
 def test_the_fewest_replicas_do_not_depend_on_how_many_there_may_be(
     most: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,8 +82,9 @@ def test_overload_is_no_capacity_where_nothing_is_refused_and_no_objective_misse
 
 @pytest.mark.parametrize("most", [8, 9])
 def test_each_fleet_is_divided_by_the_share_and_not_by_how_another_was(most: int) -> None:
-    args = Namespace(prefill_share=0.3, fewest_replicas=most)
-    pools = _split(args, Pool("all", make_limits(), Fixed(0.01), 8))
+    args = Namespace(prefill_share=0.3, fewest_replicas=most, price_per_hour=0.0)
+    replica = ReplicaModel(Fixed(0.01), "null", "cpu", "float32", 1, None, "", lambda config: 0)
+    pools = pools_of(args, replica, make_limits(), 8)
     assert [2, 6] == [pool.num_replicas for pool in pools]  # 2.4 of 8, where 8 of 3 + 6 were 2.7
 
 
@@ -93,43 +93,6 @@ def test_prompts_apart_from_answers(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows(capsys, *load, "--replicas", 4, "--prefill-share", 0.5)
     assert 40 * 1000 * 491520 / 1e9 == pytest.approx(row["fleet"]["transferred_gb"])
     assert "leaves none to decode" in refusal(capsys, *load, "--prefill-share", 0.5)
-
-
-def test_pools_of_several_kinds_and_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pools, trace = tmp_path / "pools.json", tmp_path / "trace.jsonl"
-    line = {"timestamp": 500, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}
-    trace.write_text("".join(json.dumps(line | {"model": name}) + "\n" for name in "aabb"))
-    both = [
-        {"name": "x", "model": "a", "replicas": 2, "price_per_hour": 4},
-        {"name": "y", "model": "b", "shape": "tinyllama-1.1b", "device": "l4"},
-    ]
-    pools.write_text(json.dumps(both))
-    (row,) = rows(capsys, *H200, "--trace", trace, "--pools", pools)
-    assert (4, 0) == (row["requests"], row["refused"])
-    assert 0 < row["fleet"]["prefix_hit_share"]
-    pools.write_text(json.dumps(both[:1]))
-    assert "no pool takes model b: the pools' models are a" in refusal(
-        capsys, *H200, "--trace", trace, "--pools", pools
-    )
-
-
-@pytest.mark.parametrize(
-    ("pool", "sentence"),
-    [
-        ({"colour": 1}, "pool 1: colour is not known; it may have name, replicas"),
-        ({"replicas": 0}, "pool 1: replicas is 0 but must be a whole number of at least 1"),
-        ({"role": "idle"}, "pool 1: role is idle but must be one of both, prefill, decode"),
-        ({"device": "b100"}, "pool 1: device is b100 but must be one of a100-40g"),
-        ({"price_per_hour": -1}, "pool 1: price_per_hour is -1 but must be a number of at least 0"),
-        ({"role": "prefill"}, "the pools have roles prefill: give them all `both`"),
-    ],
-)
-def test_a_wrong_pool_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, pool: dict[str, Any], sentence: str
-) -> None:
-    path = tmp_path / "pools.json"
-    path.write_text(json.dumps([pool]))
-    assert sentence in refusal(capsys, *H200, "--num-requests", 5, "--pools", path)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +108,6 @@ def test_a_wrong_pool_is_refused(
             "--fewest-replicas looks for one number of replicas: leave out --sweep replicas",
         ),
         (("--fewest-replicas", 4), "--fewest-replicas needs --ttft-objective, --tpot-objective or both"),
-        (("--slow", "2:1"), "--slow is 2:1: give SHARE:FACTOR"),
-        (("--fail-at", 0, "--max-concurrent-requests", 1, "--startup-s", 99), "none of 60 requests was answered"),
         (("--device", "h200"), "--step-ms says how long steps take: leave out --device"),
     ],
 )
@@ -156,31 +117,8 @@ def test_what_contradicts_itself_is_refused(
     assert sentence in refusal(capsys, *SMALL, *flags)
 
 
-def test_a_policy_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", *SMALL, "--dispatch", "fastest"])
-    assert "invalid choice: 'fastest' (choose from" in capsys.readouterr().err
-
-
 def test_a_mooncake_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     later = '{"timestamp": 1500, "input_length": 513, "output_length": 5, "hash_ids": [4, 9]}'
     path.write_text(later + '\n\n{"timestamp": 0, "input_length": 30, "output_length": 2, "hash_ids": []}\n')
     assert [Request(0.0, 30, 2, 2), Request(1.5, 513, 5, 5, (4, 9), 512)] == traffic.read_trace(path)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"timestamp": -1, "input_length": 5, "output_length": 4, "hash_ids": []}',
-        '{"timestamp": 1, "input_length": 0, "output_length": 4, "hash_ids": []}',
-        '{"timestamp": 1, "input_length": 512, "output_length": 4, "hash_ids": [1, 2]}',
-        '{"timestamp": 1, "input_length": 512, "output_length": 4, "hash_ids": ["a"]}',
-        "[]",
-    ],
-)
-def test_a_wrong_line_of_a_mooncake_trace_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 30, "output_length": 2, "hash_ids": [1]}\n' + line + "\n")
-    with pytest.raises(BenchError, match=r"trace\.jsonl, line 2 is no request"):
-        traffic.read_trace(path)

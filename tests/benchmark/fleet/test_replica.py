@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from benchmark.cost.step_times import StepWork
-from benchmark.fleet.fleet import Fleet
-from benchmark.fleet.pools import Conditions, Pool
+from benchmark.fleet.fleet import Conditions, Fleet, Pool
 from benchmark.fleet.prediction import figures
 from benchmark.fleet.replica import Tally
-from benchmark.fleet.traffic import ClosedLoop, OpenLoop, Request, arrival_times
+from benchmark.fleet.traffic import ClosedLoop, OpenLoop, Request
+from benchmark.serving.outcomes import Load
+from benchmark.serving.workload import arrival_times
 from router.batching.batcher import Batcher
 from router.scheduling.balancing import POLICIES
 from router.scheduling.limits import Limits
@@ -48,12 +49,12 @@ def requests(*lengths: tuple[int, int], at: Sequence[float] = (), asked: int = 0
 def simulated(
     wanted: Sequence[Request], limits: Limits, num_replicas: int = 1, dispatch: str = "power-of-two", seed: int = 0
 ) -> Tally:
-    pools = [Pool("all", limits, Linear(), num_replicas)]
+    pools = [Pool(limits, Linear(), num_replicas)]
     return Fleet(OpenLoop(iter(wanted)), pools, Conditions(seed=seed), dispatch).run()
 
 
 def looped(traffic: ClosedLoop, limits: Limits) -> Tally:
-    return Fleet(traffic, [Pool("all", limits, Linear(), 1)], Conditions()).run()
+    return Fleet(traffic, [Pool(limits, Linear(), 1)], Conditions()).run()
 
 
 # ---------------------------------------------------------------------------------------- against the real loop
@@ -147,7 +148,7 @@ def batched(wanted: Sequence[Request], limits: Limits) -> list[Timings]:
 @pytest.mark.parametrize("asked", [0, 40])
 def test_every_time_is_that_of_the_real_batching_loop(overrides: dict[str, Any], rate: float, asked: int) -> None:
     limits, random = make_limits(**overrides), Random(f"{overrides} {rate} {asked}")
-    at = arrival_times(rate, 1, 60, random)
+    at = arrival_times(Load(request_rate=rate), 60, None, random)
     wanted = requests(*((random.randint(2, 60), random.randint(1, 30)) for _ in at), at=at, asked=asked)
     timings = batched(wanted, limits)
     tally = simulated(wanted, limits)

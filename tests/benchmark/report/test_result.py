@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,16 +22,7 @@ from benchmark.result import (
     table,
 )
 
-# Literal lines of the documents whose layout is followed.
-TGI_LATENCY = """\
-| Step           | Batch Size | Average    | Lowest     | Highest    | p50        | p90        | p99        |
-|----------------|------------|------------|------------|------------|------------|------------|------------|
-| Prefill        | 1          | 65.65 ms   | 62.84 ms   | 76.21 ms   | 64.65 ms   | 76.21 ms   | 76.21 ms   |
-|                | 32         | 326.75 ms  | 308.01 ms  | 336.95 ms  | 332.58 ms  | 336.95 ms  | 336.95 ms  |
-| Decode (token) | 1          | 43.46 ms   | 43.03 ms   | 44.75 ms   | 43.37 ms   | 43.03 ms   | 43.03 ms   |
-| Decode (total) | 1          | 4302.14 ms | 4260.36 ms | 4430.01 ms | 4293.85 ms | 4260.36 ms | 4260.36 ms |
-|                | 32         | 6331.85 ms | 6271.47 ms | 6431.84 ms | 6310.37 ms | 6431.84 ms | 6431.84 ms |"""
-
+# Literal lines of the document whose layout is followed.
 VLLM_THROUGHPUT = """\
 | Input Length | Output Length | Throughput (requests/s) | Throughput (output token/s) | Average latency per token (ms) | Average latency per output token (ms) |
 | :----------: | :-----------: | :---------------------: | :-------------------------: | :----------------------------: | :-----------------------------------: |
@@ -43,14 +33,6 @@ VLLM_THROUGHPUT = """\
 
 def cells_of(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
-
-
-def unmerged(rows: Sequence[list[str]]) -> list[list[str]]:
-    """The rows with the first column's blanks filled in from above."""
-    filled: list[list[str]] = []
-    for row in rows:
-        filled.append([row[0] or filled[-1][0], *row[1:]])
-    return filled
 
 
 def context() -> RunContext:
@@ -65,11 +47,6 @@ def context() -> RunContext:
         arguments={"runs": 3},
         work={"model": "m"},
     )
-
-
-def test_the_latency_table_is_that_of_tgi() -> None:
-    headers, _, *rows = cells_of(TGI_LATENCY)
-    assert TGI_LATENCY == table(headers, unmerged(rows))
 
 
 def test_the_throughput_table_is_that_of_vllm() -> None:
@@ -87,21 +64,12 @@ def test_percentiles_follow_the_index_rule() -> None:
 def test_samples_are_sorted_before_percentiles_are_taken() -> None:
     summary = SampleSummary.of([9.0, 1.0, 5.0, 3.0, 7.0])
     assert SampleSummary(5, 5.0, 1.0, 9.0, 5.0, 9.0, 9.0) == summary
-    assert summary.min <= summary.p50 <= summary.p90 <= summary.p99 <= summary.max
-
-
-def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         SampleSummary.of([])
 
 
-@pytest.mark.parametrize(("runs", "words"), [(3, "p99 is the maximum"), (10, "p99 is the maximum")])
-def test_few_samples_are_said_to_have_no_p99(runs: int, words: str) -> None:
-    assert any(words in note for note in percentile_notes(runs))
-
-
-def test_many_samples_need_no_excuse() -> None:
-    assert 1 == len(percentile_notes(100))
+def test_few_samples_are_said_to_have_no_p99() -> None:
+    assert any("p99 is the maximum" in note for note in percentile_notes(10)) and 1 == len(percentile_notes(100))
 
 
 def test_a_row_above_its_limit_is_told() -> None:

@@ -1,7 +1,4 @@
-"""What counting tokens costs the client: streams of ready-made frames, and calls for each of them.
-
-How many tokens a second that makes is a promise (`lockstep-bench promises --only client`), which a busy machine breaks.
-"""
+"""What counting tokens costs the client: streams of ready-made frames, and calls for each of them."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from types import FrameType
 import pytest
 
 from benchmark.__main__ import main
-from benchmark.serving import frames as made
 from benchmark.serving.http_client import Api, ChatApi, HttpExchange, OpenAiApi, Reply, TgiApi, _Stream
+from tests.benchmark.serving import frames as made
 from tests.running import ROOT
 
 MOST_CALLS = 40  # for one token, of functions in Python and in C
@@ -24,7 +21,7 @@ MOST_CALLS = 40  # for one token, of functions in Python and in C
 
 @pytest.fixture
 def frames() -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmark.serving.frames"]
+    command = [sys.executable, "-m", "tests.benchmark.serving.frames"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -10,13 +10,11 @@ import torch
 from server.backends.cuda.graph import SIZES, CudaGraphCapture
 from server.backends.device import CaptureFailed
 from tests.gpu.gpu_backend import gpu_backend
+from tests.gpu.selection import NEEDS_GPU
 from tests.server.conftest import DEMO
 from tests.server.driver import Prompt, generate, load_engine, sampled
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 BATCHES = sorted({size + more for size in SIZES for more in (0, 1)})
 
 

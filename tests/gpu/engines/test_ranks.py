@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.gpu.nccl_rank import TIMEOUT
+from tests.gpu.selection import NEEDS_GPU
 from tests.server.conftest import save_tiny_bloom
 from tests.server.ranks.sharing_ranks import tokens_of_ranks
 from tests.server.ranks.tensor_parallel import tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.fixture(scope="module")

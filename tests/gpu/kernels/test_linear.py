@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from server.arch.spec import Activation
-from tests.gpu.selection import first
-from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
+from tests.gpu.selection import DTYPES, GPU, NEEDS_GPU, first
+from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, random
 from tests.server.backends.cuda.linear_cases import (
     PRODUCTS,
     ProductCase,
@@ -20,12 +20,7 @@ from tests.server.backends.cuda.linear_cases import (
     products,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-GPU = torch.device("cuda", 0)
-DTYPES = first(list(TOLERANCES), [torch.bfloat16])
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.selection import first
+from tests.gpu.selection import GPU, NEEDS_GPU, first
 from tests.server.backends.cuda.logit_cases import (
     KERNELS,
     WIDTHS,
@@ -18,11 +18,7 @@ from tests.server.backends.cuda.logit_cases import (
     logits_of,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-GPU = torch.device("cuda", 0)
+pytestmark = NEEDS_GPU
 SIZES = [*WIDTHS, 250_880]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.reference.attention import ReferenceAttention
-from tests.gpu.selection import first
+from tests.gpu.selection import DTYPES, GPU, NEEDS_GPU
 from tests.server.backends.cuda.kernel_cases import (
     CASES,
     HALVES,
@@ -26,12 +26,7 @@ from tests.server.backends.cuda.kernel_cases import (
     check_rotation,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-GPU = torch.device("cuda", 0)
-DTYPES = first(list(TOLERANCES), [torch.bfloat16])
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

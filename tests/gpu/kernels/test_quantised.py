@@ -10,9 +10,9 @@ import torch
 from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
 from server.arch.spec import Activation
 from server.backends.reference.linear import stock_gate
-from server.quant.noise import noise
-from tests.gpu.selection import first
-from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
+from server.quantisation.random_weight import noise
+from tests.gpu.selection import DTYPES, GPU, NEEDS_GPU, first
+from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, random
 from tests.server.backends.cuda.linear_cases import close, products
 from tests.server.backends.cuda.quantised_cases import (
     CUT,
@@ -25,12 +25,7 @@ from tests.server.backends.cuda.quantised_cases import (
     check_weight_only,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-GPU = torch.device("cuda", 0)
-DTYPES = first(list(TOLERANCES), [torch.bfloat16])
+pytestmark = NEEDS_GPU
 BY_NAME = {case.name: case for case in (*WEIGHT_ONLY, *ROUNDED, *CUT)}
 
 

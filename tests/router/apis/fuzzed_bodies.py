@@ -10,26 +10,8 @@ from typing import Any
 Json = dict[str, Any]
 
 NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    7,
-    0.5,
-    1.0,
-    -0.0,
-    1e-46,
-    1.2e-38,
-    1e-7,
-    1e39,
-    1e308,
-    2**31,
-    2**32,
-    2**63,
-    2**64 - 1,
-    2**64,
-    10**30,
-]
+    0, 1, -1, 2, 7, 0.5, 1.0, -0.0, 1e-46, 1.2e-38, 1e-7, 1e39, 1e308, 2**31, 2**32, 2**63, 2**64 - 1, 2**64, 10**30,
+]  # fmt: skip
 TEXTS = [
     "",
     "a",
@@ -45,40 +27,12 @@ TEXTS = [
     "x" * 40,
     "x" * 3000,
 ]
-OTHERS = [
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": 1},
-    "1",
-    "true",
-    [1] * 50,
-    {"inputs": "a"},
-    float("nan"),
-    float("inf"),
-]
+OTHERS = [None, True, False, [], {}, [[]], [None], {"a": 1}, "1", "true", [1] * 50, {"inputs": "a"}]
+OTHERS += [float("nan"), float("inf")]
 # Written as they stand, where a number or a word of JSON would be.
-RAW = [
-    "1e999",
-    "-1e999",
-    "9" * 400,
-    "01",
-    "0x10",
-    "1.",
-    ".5",
-    "+1",
-    "NaN",
-    "-Infinity",
-    "'a'",
-    "tru",
-    '"\\x41"',
-    '"\\ud83d"',
-]
+RAW = ["1e999", "-1e999", "9" * 400, "01", "0x10", "1.", ".5", "+1", "NaN", "-Infinity", "'a'", "tru", '"\\x41"']
 RAW += ["[" * 300, "[" * 300 + "]" * 300, '{"a":' * 200 + "1" + "}" * 200, "//", '"a" "b"', "1,", '"\t"', "nul\0"]
+RAW += ['"\\ud83d"']
 MARK = "\u2603"  # stands for one of RAW until the body is text
 
 VALID: dict[str, Callable[[Random], Any]] = {

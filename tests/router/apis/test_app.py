@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.apis.tgi.requests import GenerateRequest
-from router.apis.tgi.streams import EventFrames
-from router.http.event_stream import frame
+from router.apis.tgi.bodies import GenerateRequest
+from router.apis.tgi.routes import EventFrames
+from router.http.responses import frame
 from router.requests.generation import OpenRequest
 from router.scheduling.request import Token
-from router.text import model_files
+from router.text.tokenizer import named_eos_ids
 from tests.router.doubles import EOS, fake_shards, make_limits
 from tests.router.site import answering, assert_is_error, events_in, site
 
@@ -108,25 +108,14 @@ async def test_stream_without_details_has_none() -> None:
         assert isinstance(events[-1]["generated_text"], str)
 
 
-async def test_tokenize_gives_byte_offsets() -> None:
-    async with site() as it:
-        answer = await it.http.post("/tokenize", json={"inputs": "aé"})
-        assert answer.json()[0] == {"id": 97, "text": "a", "start": 0, "stop": 1}
-        assert answer.json()[-1]["stop"] == 3
-
-
-def test_info_reports_what_the_publisher_says_about_generating(tmp_path: Path) -> None:
+async def test_info_reports_what_the_publisher_says_about_generating(tmp_path: Path) -> None:
     wanted = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
     published = {"eos_token_id": [128001, 128009], "top_k": None, "transformers_version": "4.40.0", **wanted}
     (tmp_path / "generation_config.json").write_text(json.dumps(published))
-
-    async def story() -> None:
-        async with site(config={"model_path": str(tmp_path)}) as it:
-            info = (await it.http.get("/info")).json()
-            assert (wanted, [EOS]) == (info["generation_defaults"], info["eos_token_ids"])
-
-    asyncio.run(story())
-    assert {128001, 128009} == model_files.eos_ids(tmp_path)
+    async with site(config={"model_path": str(tmp_path)}) as it:
+        info = (await it.http.get("/info")).json()
+        assert (wanted, [EOS]) == (info["generation_defaults"], info["eos_token_ids"])
+    assert {128001, 128009} == named_eos_ids(tmp_path)
 
 
 async def test_info_health_metrics_and_docs() -> None:
@@ -194,12 +183,8 @@ async def test_refused_stream_has_a_real_status() -> None:
     async with site(max_concurrent_requests=0) as it:
         assert_is_error(await it.post("/generate_stream", best_of=2), 422, "validation")
         assert_is_error(await it.post("/generate_stream"), 429, "overloaded")
+        assert_is_error(await it.post("/generate", inputs=""), 429, "overloaded")  # a permit comes before validation
         assert "retry-after" in (await it.post("/", stream=True)).headers
-
-
-async def test_permit_comes_before_validation() -> None:
-    async with site(max_concurrent_requests=0) as it:
-        assert_is_error(await it.post("/generate", inputs=""), 429, "overloaded")
 
 
 async def test_unknown_paths_and_methods_are_json_too() -> None:

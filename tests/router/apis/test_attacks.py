@@ -20,29 +20,22 @@ from tests.router.site import PROMPT, raw, site
 KEY = "Canary-4711"
 JSON = {"content-type": "application/json"}
 # Requests for what a key guards, as no client library would write them.
-ODD_LINES = [
-    b"GET /info HTTP/1.1",
-    b"HEAD /info HTTP/1.1",
-    b"get /info HTTP/1.1",
-    b"GET //info HTTP/1.1",
-    b"GET /v1/../info HTTP/1.1",
-    b"GET /health/../info HTTP/1.1",
-    b"GET /info/ HTTP/1.1",
-    b"GET /info?x=/health HTTP/1.1",
-    b"GET /info#/health HTTP/1.1",
-    b"GET /info;/health HTTP/1.1",
-    b"GET /health%2f..%2finfo HTTP/1.1",
-    b"GET /%69nfo HTTP/1.1",
-    b"GET /metrics HTTP/1.0",
-    b"GET http://x/info HTTP/1.1",
-    b"GET http://x/health/../info HTTP/1.1",
-    b"OPTIONS /info HTTP/1.1",
-    b"POST /health HTTP/1.1",
-    b"POST / HTTP/1.1",
-    b"DELETE /generate HTTP/1.1",
-    b"GET /docs/../metrics HTTP/1.1",
-    b"TRACE /info HTTP/1.1",
-    b"GET /INFO HTTP/1.1",
+ODD_PATHS = """
+    /info //info /v1/../info /health/../info /info/ /info?x=/health /info#/health /info;/health
+    /health%2f..%2finfo /%69nfo http://x/info http://x/health/../info /docs/../metrics /INFO
+"""
+ODD_LINES = [*(b"GET %b HTTP/1.1" % path.encode() for path in ODD_PATHS.split()), b"GET /metrics HTTP/1.0"]
+ODD_LINES += [
+    line.encode() + b" HTTP/1.1"
+    for line in (
+        "HEAD /info",
+        "get /info",
+        "OPTIONS /info",
+        "POST /health",
+        "POST /",
+        "DELETE /generate",
+        "TRACE /info",
+    )
 ]
 ODD_HOSTS = [b"x", b"a/?x=", b"a/health#", b"a/health?", b"x\r\nx-original-url: /health", b"/health"]
 KEYS = [

@@ -10,11 +10,10 @@ from typing import Any
 import orjson
 from hypothesis import settings
 
-from router.apis.anthropic import requests as anthropic
-from router.apis.anthropic.requests import MessagesRequest
-from router.apis.openai.responses import requests as responses
-from router.apis.openai.responses.answers import echo_of
-from router.apis.openai.responses.requests import ResponsesRequest
+from router.apis.anthropic import routes as anthropic
+from router.apis.anthropic.routes import MessagesRequest
+from router.apis.openai.responses import routes as responses
+from router.apis.openai.responses.routes import ResponsesRequest, echo_of
 from router.chat.tools import Offer
 from router.chat.transcript import Transcript
 from router.errors import RouterError
@@ -119,7 +118,7 @@ def translated(body: MessagesRequest | ResponsesRequest) -> tuple[Transcript, Of
 
 def test_nearly_right_conversations_are_translated_or_refused() -> None:
     num_refused = num_translated = 0
-    for seed in range(20 * settings().max_examples):
+    for seed in range(10 * settings().max_examples):
         random = Random(seed)
         schema: Any = random.choice((MessagesRequest, ResponsesRequest))
         given = changed(MESSAGES if schema is MessagesRequest else RESPONSE, random)
@@ -132,4 +131,4 @@ def test_nearly_right_conversations_are_translated_or_refused() -> None:
             assert len(str(error)) < 600 and not INTERNALS.search(str(error)), (seed, str(error))
         except Exception as error:
             raise AssertionError(f"seed {seed}: {given}") from error
-    assert min(num_refused, num_translated) > 5 * settings().max_examples
+    assert min(num_refused, num_translated) > 2 * settings().max_examples

@@ -41,7 +41,7 @@ def slow_site(seconds: float = 0.02, config: dict[str, Any] | None = None, **lim
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_a_queued_request_ends_with_504_when_its_time_is_over(path: str) -> None:
     async with slow_site(max_batch_size=1) as it:
-        running = asyncio.create_task(it.http.post("/generate", json=asked()))
+        running = asyncio.create_task(it.http.post("/generate", json=asked(25)))
         while not it.shards.live_ids:
             await asyncio.sleep(0.001)
         answer = await it.http.post(path, json=asked(), headers={"x-request-timeout-ms": "50"})
@@ -163,7 +163,7 @@ async def test_who_is_refused_learns_when_a_place_will_be_free() -> None:
 
 
 async def test_a_queue_full_of_tokens_is_429() -> None:
-    async with slow_site(max_batch_size=1, max_queue_tokens=120) as it:
+    async with slow_site(0.01, max_batch_size=1, max_queue_tokens=120) as it:
         running = [asyncio.create_task(it.http.post("/generate", json=asked(50)))]
         while not it.shards.live_ids:
             await asyncio.sleep(0.001)
@@ -283,7 +283,7 @@ async def test_concurrency_is_counted_by_key_and_given_back_whatever_happens(tmp
 
 async def test_a_greedy_key_leaves_permits_and_the_batch_to_another(tmp_path: Path) -> None:
     config = keyed(tmp_path, ALICE, {**BOB, "weight": 1})
-    async with slow_site(0.01, config=config, max_batch_size=4, max_concurrent_requests=16) as it:
+    async with slow_site(0.004, config=config, max_batch_size=4, max_concurrent_requests=16) as it:
         client = httpx2.AsyncClient(base_url=it.http.base_url, timeout=60, limits=httpx2.Limits(max_connections=None))
         async with client:
             greedy = [asyncio.create_task(client.post("/generate", json=asked(), headers=AS_ALICE)) for _ in range(20)]

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.router.apis.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of, told
-from tests.router.site import PROMPT, Site, assert_is_error, events_in
+from tests.router.apis.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of
+from tests.router.site import PROMPT, answering_site, assert_is_error, events_in
 
 GENERATE = {"inputs": PROMPT}
 
 
-def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> None:
+    async with answering_site(template) as it:
+
         async def post(**body: Any) -> Any:
             answer = await it.http.post("/invocations", json=body)
             assert 200 == answer.status_code, answer.text
@@ -31,8 +32,6 @@ def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> N
         both = await post(**GENERATE, messages=[], prompt="x")
         assert [{"generated_text": "one two"}] == both.json()
 
-    told(template, story)
-
 
 @pytest.mark.parametrize(
     ("body", "status", "words"),
@@ -46,28 +45,24 @@ def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> N
         (b'{"prompt": {}}', 422, "`prompt"),
     ],
 )
-def test_invocations_refuses_what_is_none_of_them(template: str, body: bytes, status: int, words: str) -> None:
-    async def story(it: Site) -> None:
+async def test_invocations_refuses_what_is_none_of_them(template: str, body: bytes, status: int, words: str) -> None:
+    async with answering_site(template) as it:
         answer = await it.http.post("/invocations", content=body, headers={"content-type": "application/json"})
         assert_is_error(answer, status, "validation")
         assert words in answer.json()["error"]
 
-    told(template, story)
 
-
-def test_a_key_s_request_is_counted_once(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_a_key_s_request_is_counted_once(template: str) -> None:
+    async with answering_site(template, api_key="k") as it:
         headers = {"authorization": "Bearer k"}
         assert 401 == (await it.http.post("/invocations", json=CHAT)).status_code
         assert 200 == (await it.http.post("/invocations", json=CHAT, headers=headers)).status_code
         metrics = (await it.http.get("/metrics", headers=headers)).text
         assert 'tgi_key_request_count{key="default"} 1.0' in metrics
 
-    told(template, story, api_key="k")
 
-
-def test_vertex_answers_a_text_for_each_instance(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_vertex_answers_a_text_for_each_instance(template: str) -> None:
+    async with answering_site(template) as it:
         short = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "return_full_text": True}}
         best = {"inputs": PROMPT, "parameters": {"best_of": 2, "do_sample": True, "max_new_tokens": 2}}
         answer = await it.http.post("/vertex", json={"instances": [GENERATE, best, short, {**CHAT, "max_tokens": 5}]})
@@ -77,8 +72,6 @@ def test_vertex_answers_a_text_for_each_instance(template: str) -> None:
             answer.headers[f"x-{name}"] for name in ("prompt-tokens", "generated-tokens", "compute-characters")
         )
         assert answer.headers["x-total-time"].isdigit() and answer.headers["x-compute-type"]
-
-    told(template, story)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +89,14 @@ def test_vertex_answers_a_text_for_each_instance(template: str) -> None:
         ({}, "`instances`"),
     ],
 )
-def test_vertex_refuses_with_the_place(template: str, body: dict[str, Any], words: str) -> None:
-    async def story(it: Site) -> None:
+async def test_vertex_refuses_with_the_place(template: str, body: dict[str, Any], words: str) -> None:
+    async with answering_site(template) as it:
         answer = await it.http.post("/vertex", json=body)
         assert_is_error(answer, 422, "validation")
         assert words in answer.json()["error"]
 
-    told(template, story)
 
-
-def test_vertex_takes_a_permit_for_each_instance(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_vertex_takes_a_permit_for_each_instance(template: str) -> None:
+    async with answering_site(template, limits={"max_concurrent_requests": 1}) as it:
         assert_is_error(await it.http.post("/vertex", json={"instances": [GENERATE] * 2}), 429, "overloaded")
         assert 200 == (await it.http.post("/vertex", json={"instances": [GENERATE]})).status_code
-
-    told(template, story, limits={"max_concurrent_requests": 1})

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from router.apis.playground import files
+from router.apis.playground import routes as files
 from router.batching import batch_view
 from router.shards.client import ShardError
 from tests.router.apis.test_overload import AS_ALICE, AS_BOB, keyed

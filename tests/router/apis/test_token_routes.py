@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.router.apis.openai.test_routes import told
 from tests.router.doubles import EOS
-from tests.router.site import Site, assert_is_error, site
+from tests.router.site import answering_site, assert_is_error, site
 
 CHAT = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "aé</s>"}]}
 
 
-def test_chat_tokenize_gives_the_prompt_of_a_chat_and_its_tokens(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_chat_tokenize_gives_the_prompt_of_a_chat_and_its_tokens(template: str) -> None:
+    async with answering_site(template) as it:
         answer = await it.http.post("/chat_tokenize", json={**CHAT, "model": "any", "temperature": 0})
         assert 200 == answer.status_code, answer.text
         body = answer.json()
@@ -27,36 +25,14 @@ def test_chat_tokenize_gives_the_prompt_of_a_chat_and_its_tokens(template: str) 
         assert {"id": 97, "text": "a", "start": 0, "stop": 1} == tokens[0]
         assert {"id": EOS, "text": "</s>", "start": 3, "stop": 7} == tokens[-1]
 
-    told(template, story)
 
-
-def test_chat_tokenize_refuses_as_a_native_route(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_chat_tokenize_refuses_as_a_native_route(template: str) -> None:
+    async with answering_site(template) as it:
         assert_is_error(await it.http.post("/chat_tokenize", json={"messages": []}), 422, "validation")
         long = [{"role": "user", "content": "x" * 65}]
         assert_is_error(await it.http.post("/chat_tokenize", json={"messages": long}), 422, "validation")
         await it.batcher.drain(1)
         assert 200 == (await it.http.post("/chat_tokenize", json=CHAT)).status_code
-
-    told(template, story)
-
-
-async def test_chat_tokenize_takes_a_permit_and_keeps_its_deadline(tmp_path: Path) -> None:
-    endless = tmp_path / "endless.jinja"
-    endless.write_text("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
-
-    async with site(config={"chat_template": str(endless)}, max_concurrent_requests=1) as it:
-        it.http.timeout = 60
-        headers = {"x-request-timeout-ms": "1"}
-        waiting = asyncio.create_task(
-            it.http.post("/chat_tokenize", json=CHAT, headers={"x-request-timeout-ms": "400"})
-        )
-        while it.app.state.services.permits._left:
-            await asyncio.sleep(0.001)
-        assert_is_error(await it.http.post("/chat_tokenize", json=CHAT), 429, "overloaded")
-        assert_is_error(await waiting, 504, "timeout")
-        assert_is_error(await it.http.post("/chat_tokenize", json=CHAT, headers=headers), 504, "timeout")
-        assert 1 == it.app.state.services.permits._left
 
 
 def asked(body: dict[str, Any], status: int = 200, **config: Any) -> Any:
@@ -93,11 +69,6 @@ def test_detokenize_gives_the_text() -> None:
 )
 def test_detokenize_refuses_what_is_no_list_of_ids(body: dict[str, Any], words: str) -> None:
     assert words in asked(body, 422)["error"]
-
-
-async def test_detokenize_takes_a_permit() -> None:
-    async with site(max_concurrent_requests=0) as it:
-        assert_is_error(await it.http.post("/detokenize", json={"ids": [1]}), 429, "overloaded")
 
 
 async def test_a_tokenized_text_comes_back() -> None:

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from router.apis.tgi import routes, streams
+from router.apis import serving
+from router.apis.tgi import routes
 from router.batching.batcher import Batcher
 from router.errors import Unavailable
 from router.requests.validation import Validator
@@ -101,7 +102,7 @@ def test_second_sample_that_is_refused_frees_the_first(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "where",
-    [(routes, "stream_headers"), (streams.EventFrames, "__init__"), (streams.EventFrames, "write")],
+    [(serving, "EventStream"), (routes.EventFrames, "__init__"), (routes.EventFrames, "write")],
 )
 def test_stream_that_cannot_be_written_holds_nothing(
     where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

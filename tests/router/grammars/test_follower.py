@@ -7,7 +7,8 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -61,16 +62,14 @@ def compiled(grammar: Grammar = REGEX) -> CompiledGrammar:
     return CompiledGrammar(grammar, Continuation.read(answer))
 
 
-def following(story: Callable[[Follower], Awaitable[None]], **bounds: Any) -> None:
-    async def told() -> None:
-        follower = Follower(json.dumps(ARGUMENTS), **bounds)
-        try:
-            await story(follower)
-        finally:
-            await follower.close()
-            assert follower._process is None
-
-    asyncio.run(told())
+@asynccontextmanager
+async def following(**bounds: Any) -> AsyncIterator[Follower]:
+    follower = Follower(json.dumps(ARGUMENTS), **bounds)
+    try:
+        yield follower
+    finally:
+        await follower.close()
+        assert follower._process is None
 
 
 async def running(follower: Follower, but: int | None = None) -> int:
@@ -98,17 +97,15 @@ def alone(steps: int) -> list[int]:
     return tokens
 
 
-def test_texts_are_followed_each_for_itself() -> None:
-    async def story(follower: Follower) -> None:
+async def test_texts_are_followed_each_for_itself() -> None:
+    async with following() as follower:
         readers = [Reader(follower, compiled()) for _ in range(5)]
         await asyncio.gather(*(go_on(reader, 6 + number) for number, reader in enumerate(readers)))
         assert [alone(6 + number) for number in range(5)] == [reader.tokens for reader in readers]
 
-    following(story)
 
-
-def test_a_process_that_dies_is_replaced_and_every_text_goes_on() -> None:
-    async def story(follower: Follower) -> None:
+async def test_a_process_that_dies_is_replaced_and_every_text_goes_on() -> None:
+    async with following() as follower:
         asked, idle = Reader(follower, compiled()), Reader(follower, compiled())
         await asyncio.gather(go_on(asked, 3), go_on(idle, 5))
         pid = await running(follower)
@@ -119,12 +116,10 @@ def test_a_process_that_dies_is_replaced_and_every_text_goes_on() -> None:
         await asyncio.gather(go_on(asked, 2), go_on(idle, 2))
         assert (alone(6), alone(7)) == (asked.tokens, idle.tokens)
 
-    following(story)
-
 
 @pytest.mark.alone
-def test_a_process_of_which_nothing_is_heard_is_replaced_and_every_text_goes_on() -> None:
-    async def story(follower: Follower) -> None:
+async def test_a_process_of_which_nothing_is_heard_is_replaced_and_every_text_goes_on() -> None:
+    async with following(seconds=0.1) as follower:
         asked, idle = Reader(follower, compiled()), Reader(follower, compiled())
         await asyncio.gather(go_on(asked, 2), go_on(idle, 2))
         pid = await running(follower)
@@ -135,14 +130,11 @@ def test_a_process_of_which_nothing_is_heard_is_replaced_and_every_text_goes_on(
         await asyncio.gather(go_on(asked, 1), go_on(idle, 2))
         assert (alone(4), alone(4)) == (asked.tokens, idle.tokens)
 
-    following(story, seconds=0.1)
-
 
 @pytest.mark.alone
-def test_a_text_that_takes_too_long_fails_alone() -> None:
+async def test_a_text_that_takes_too_long_fails_alone() -> None:
     """Not who is asked of first, nor who waits behind it."""
-
-    async def story(follower: Follower) -> None:
+    async with following(seconds=0.1) as follower:
         idle, asked = Reader(follower, compiled()), Reader(follower, compiled())
         await asyncio.gather(go_on(idle, 2), go_on(asked, 2))
         pid = await running(follower)
@@ -156,11 +148,9 @@ def test_a_text_that_takes_too_long_fails_alone() -> None:
         await asyncio.gather(go_on(idle, 2), go_on(asked, 1))
         assert (alone(4), alone(4)) == (idle.tokens, asked.tokens)
 
-    following(story, seconds=0.1)
 
-
-def test_texts_of_short_grammars_do_not_wait_for_long_ones() -> None:
-    async def story(follower: Follower) -> None:
+async def test_texts_of_short_grammars_do_not_wait_for_long_ones() -> None:
+    async with following(seconds=60) as follower:
         first = Reader(follower, compiled())
         await go_on(first, 1)
         for number in range(20):
@@ -170,16 +160,13 @@ def test_texts_of_short_grammars_do_not_wait_for_long_ones() -> None:
         assert alone(3) == short.tokens
         assert 10 <= sum(text.is_asked for text in follower._texts.values())
 
-    following(story, seconds=60)
-
 
 @pytest.mark.parametrize(("number", "most"), [(signal.SIGABRT, 2), (signal.SIGKILL, 3)])
-def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch, number: int, most: int) -> None:
+async def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch, number: int, most: int) -> None:
     """Later where somebody else kills it, which says nothing of the text."""
     monkeypatch.setattr(followers, "MOST_KILLS", 3)
     monkeypatch.setattr(followers, "PAUSE_S", 0.0)
-
-    async def story(follower: Follower) -> None:
+    async with following() as follower:
         reader, deaths, pid = Reader(follower, compiled()), 0, 0
         await go_on(reader, 1)
         follower._order = lambda order: None  # type: ignore[method-assign]  # nobody is told, so nobody answers
@@ -194,8 +181,6 @@ def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch, number
         assert isinstance(await reader.answers.get(), GenerationError)
         assert most == deaths
 
-    following(story)
-
 
 @pytest.fixture
 def children_without_a_bound_of_the_stack() -> Iterator[None]:
@@ -206,14 +191,13 @@ def children_without_a_bound_of_the_stack() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("depth", [500, 1500, 6000])
-def test_what_is_compiled_aside_is_followed_whatever_the_stack(
+async def test_what_is_compiled_aside_is_followed_whatever_the_stack(
     children_without_a_bound_of_the_stack: None, depth: int
 ) -> None:
     """Its rules recurse; threads have less of a stack than a process may have, and theirs would overflow."""
     rules = [f"r{number}: r{number + 1}" for number in range(depth)]
     grammar = Grammar(GrammarKind.LARK, "\n".join(["start: r0", *rules, f'r{depth}: "a" | "b"']))
-
-    async def story(follower: Follower) -> None:
+    async with following() as follower:
         compiler = Compiler(Sandbox(1, tasks=("router.grammars.matcher", json.dumps(ARGUMENTS))))
         other = Reader(follower, compiled())
         await go_on(other, 1)
@@ -232,8 +216,6 @@ def test_what_is_compiled_aside_is_followed_whatever_the_stack(
             await compiler.close()
         await go_on(other, 1)
         assert pid == await running(follower)
-
-    following(story)
 
 
 def test_orders_to_a_process_that_has_just_died_are_no_errors() -> None:
@@ -258,11 +240,10 @@ def test_orders_to_a_process_that_has_just_died_are_no_errors() -> None:
     uvloop.run(story())
 
 
-def test_whose_beginning_ends_processes_fails_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_whose_beginning_ends_processes_fails_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request may wait in the queue meanwhile."""
     monkeypatch.setattr(followers, "PAUSE_S", 0.0)
-
-    async def story(follower: Follower) -> None:
+    async with following(seconds=60) as follower:
         idle = Reader(follower, compiled())
         await go_on(idle, 1)
         deadly = Reader(follower, CompiledGrammar(long_schema(20_000), compiled().first))
@@ -278,10 +259,8 @@ def test_whose_beginning_ends_processes_fails_though_nobody_asks(monkeypatch: py
         await go_on(idle, 1)
         assert alone(2) == idle.tokens
 
-    following(story, seconds=60)
 
-
-def test_what_nobody_expected_of_a_process_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_nobody_expected_of_a_process_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer without what it must have, and no process to be had."""
     monkeypatch.setattr(followers, "PAUSE_S", 0.0)
     faults: list[Exception] = [KeyError("allowed"), RuntimeError("odd")]
@@ -302,18 +281,15 @@ def test_what_nobody_expected_of_a_process_ends_no_text(monkeypatch: pytest.Monk
     monkeypatch.setattr(followers.Continuation, "read", reading)
     monkeypatch.setattr(asyncio, "create_subprocess_exec", starting)
     monkeypatch.setattr(followers, "MOST_DEATHS", 3)
-
-    async def story(follower: Follower) -> None:
+    async with following() as follower:
         reader = Reader(follower, CompiledGrammar(REGEX, read(Matchers(str(DEMO), 2048, [2]).begin(REGEX).go_on())))
         await go_on(reader, 3)
         assert alone(3) == reader.tokens
         assert not faults and failures >= 5
 
-    following(story)
 
-
-def test_a_text_that_leaves_its_grammar_fails_alone() -> None:
-    async def story(follower: Follower) -> None:
+async def test_a_text_that_leaves_its_grammar_fails_alone() -> None:
+    async with following() as follower:
         wrong, right = Reader(follower, compiled()), Reader(follower, compiled())
         wrong.match.advance(94)
         answer = await asyncio.wait_for(wrong.answers.get(), 60)
@@ -321,49 +297,39 @@ def test_a_text_that_leaves_its_grammar_fails_alone() -> None:
         await go_on(right, 3)
         assert alone(3) == right.tokens
 
-    following(story)
 
-
-def test_who_has_ended_is_told_nothing() -> None:
-    async def story(follower: Follower) -> None:
+async def test_who_has_ended_is_told_nothing() -> None:
+    async with following() as follower:
         gone, there = Reader(follower, compiled()), Reader(follower, compiled())
         gone.advance()
         gone.match.end()
         await go_on(there, 3)
         assert gone.answers.empty()
 
-    following(story)
+
+@asynccontextmanager
+async def compiling() -> AsyncIterator[Compiler]:
+    compiler = Compiler(Sandbox(1, tasks=("router.grammars.matcher", json.dumps(ARGUMENTS))))
+    try:
+        yield compiler
+    finally:
+        await compiler.close()
 
 
-def compiling(story: Callable[[Compiler], Awaitable[None]], **bounds: Any) -> None:
-    async def told() -> None:
-        compiler = Compiler(Sandbox(1, tasks=("router.grammars.matcher", json.dumps(ARGUMENTS)), **bounds))
-        try:
-            await story(compiler)
-        finally:
-            await compiler.close()
-
-    asyncio.run(told())
-
-
-def test_a_good_grammar_comes_with_what_it_allows_first() -> None:
-    async def story(compiler: Compiler) -> None:
+async def test_a_good_grammar_comes_with_what_it_allows_first() -> None:
+    async with compiling() as compiler:
         assert compiled() == await compiler.compile(REGEX)
 
-    compiling(story)
 
-
-def test_a_bad_grammar_is_the_request_s_fault() -> None:
-    async def story(compiler: Compiler) -> None:
+async def test_a_bad_grammar_is_the_request_s_fault() -> None:
+    async with compiling() as compiler:
         with pytest.raises(ValidationError, match="grammar is not valid: error: unclosed group"):
             await compiler.compile(Grammar(GrammarKind.REGEX, "("))
         assert compiled() == await compiler.compile(REGEX)
 
-    compiling(story)
 
-
-def test_a_known_grammar_is_not_compiled_again_and_not_all_are_kept() -> None:
-    async def story(compiler: Compiler) -> None:
+async def test_a_known_grammar_is_not_compiled_again_and_not_all_are_kept() -> None:
+    async with compiling() as compiler:
         first = await compiler.compile(REGEX)
         assert first is await compiler.compile(REGEX)
         for number in range(MOST_KEPT):
@@ -371,8 +337,6 @@ def test_a_known_grammar_is_not_compiled_again_and_not_all_are_kept() -> None:
         assert MOST_KEPT == len(compiler._kept)
         again = await compiler.compile(REGEX)
         assert first == again and first is not again
-
-    compiling(story)
 
 
 def test_without_processes_every_grammar_is_refused() -> None:

@@ -6,11 +6,10 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
-import uvloop
 
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import PROMPT, Site, site
@@ -25,15 +24,12 @@ POST = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\
 BODY = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}).encode()
 
 
-def run(story: Callable[[Site], Awaitable[None]], **config: Any) -> None:
-    """A story at a site with short times."""
-
-    async def whole() -> None:
-        shards = fake_shards(make_limits(**LONG), step_delay_s=0.01)
-        async with asyncio.timeout(PATIENCE_S), site(shards, config=SHORT | config, **LONG) as it:
-            await story(it)
-
-    uvloop.run(whole())
+@asynccontextmanager
+async def short_site(**config: Any) -> AsyncIterator[Site]:
+    """A site with short times."""
+    shards = fake_shards(make_limits(**LONG), step_delay_s=0.01)
+    async with asyncio.timeout(PATIENCE_S), site(shards, config=SHORT | config, **LONG) as it:
+        yield it
 
 
 class Client:

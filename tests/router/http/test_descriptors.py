@@ -8,12 +8,21 @@ import socket
 from collections.abc import Iterable
 
 import pytest
-import uvloop
 
 from router.__main__ import SPARE_FILES, listener_descriptors, max_connections
 from router.config import RouterConfig
 from router.shards.client import ShardError, ShardHealth
-from tests.router.http.raw_clients import PATIENCE_S, POST, PROBE, SCRIPT, Client, assert_refused, run, stream, unread
+from tests.router.http.raw_clients import (
+    PATIENCE_S,
+    POST,
+    PROBE,
+    SCRIPT,
+    Client,
+    assert_refused,
+    short_site,
+    stream,
+    unread,
+)
 from tests.router.site import Site, serving
 
 # --------------------------------------------------------------------------------------------------------- descriptors
@@ -33,8 +42,8 @@ async def hung_up(clients: Iterable[Client]) -> None:
 @pytest.mark.parametrize(
     "held, first", [([IN_HEADERS] * 3, 0), ([IN_BODY] * 3, 0), ([IN_BODY, stream(1000), IN_HEADERS], 2)]
 )
-def test_where_none_is_idle_who_owes_headers_or_a_body_makes_room(held: list[bytes], first: int) -> None:
-    async def story(it: Site) -> None:
+async def test_where_none_is_idle_who_owes_headers_or_a_body_makes_room(held: list[bytes], first: int) -> None:
+    async with short_site() as it:
         settings = RouterConfig("a", "b", ("c",))
         async with serving(it.app, settings, max_connections=3) as it.port:
             clients = []
@@ -46,13 +55,10 @@ def test_where_none_is_idle_who_owes_headers_or_a_body_makes_room(held: list[byt
             assert 429 == (await clients[first].answer())[0]
             await hung_up((*clients, probe))
 
-    run(story)
 
-
-def test_the_peer_with_the_most_connections_makes_room() -> None:
+async def test_the_peer_with_the_most_connections_makes_room() -> None:
     """Whoever came first: one that opens hundreds takes no place of others'."""
-
-    async def story(it: Site) -> None:
+    async with short_site() as it:
         settings = RouterConfig("a", "b", ("c",))
         async with serving(it.app, settings, max_connections=4) as it.port:
             first = await Client.to(it, IN_BODY, local_addr=("127.0.0.2", 0))
@@ -67,13 +73,10 @@ def test_the_peer_with_the_most_connections_makes_room() -> None:
             assert not first.reader.at_eof()
             await hung_up((first, *crowd, probe))
 
-    run(story)
 
-
-def test_who_has_been_answered_and_does_not_read_makes_room_at_once() -> None:
+async def test_who_has_been_answered_and_does_not_read_makes_room_at_once() -> None:
     """Closed once all is sent, it would keep its descriptor for as long as it likes to read nothing."""
-
-    async def story(it: Site) -> None:
+    async with short_site() as it:
         settings = RouterConfig("a", "b", ("c",), send_buffer_bytes=4096)
         last = SCRIPT.replace(b"host: x", b"host: x\r\nconnection: close")
         async with serving(it.app, settings, max_connections=2) as it.port:
@@ -92,11 +95,9 @@ def test_who_has_been_answered_and_does_not_read_makes_room_at_once() -> None:
             assert 200 == (await idle.answer())[0]
             await hung_up((idle, probe))
 
-    run(story)
 
-
-def test_where_none_is_idle_who_does_not_read_makes_room() -> None:
-    async def story(it: Site) -> None:
+async def test_where_none_is_idle_who_does_not_read_makes_room() -> None:
+    async with short_site() as it:
         settings = RouterConfig("a", "b", ("c",), send_buffer_bytes=4096)
         async with serving(it.app, settings, max_connections=3) as it.port:
             clients = []
@@ -109,13 +110,10 @@ def test_where_none_is_idle_who_does_not_read_makes_room() -> None:
             assert b"reset" == await clients[0].rest()
             await hung_up((*clients, probe))
 
-    run(story)
 
-
-def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> None:
+async def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> None:
     """The loop accepts one a turn at each descriptor, and turns are long while many bodies arrive."""
-
-    async def story() -> None:
+    async with asyncio.timeout(PATIENCE_S):
         loop, accepted = asyncio.get_running_loop(), 0
 
         class Counting(asyncio.Protocol):
@@ -134,11 +132,9 @@ def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> None:
         for end in (*clients, *servers):
             end.close()
 
-    uvloop.run(asyncio.wait_for(story(), PATIENCE_S))
 
-
-def test_the_connection_that_is_idle_the_longest_makes_room() -> None:
-    async def story(it: Site) -> None:
+async def test_the_connection_that_is_idle_the_longest_makes_room() -> None:
+    async with short_site() as it:
         settings = RouterConfig("a", "b", ("c",))
         async with serving(it.app, settings, max_connections=3) as port:
             it.port = port
@@ -157,8 +153,6 @@ def test_the_connection_that_is_idle_the_longest_makes_room() -> None:
             assert_refused(await (await Client.to(it)).rest(), 429, "overloaded")
             await hung_up(clients)
 
-    run(story)
-
 
 def test_the_limit_of_descriptors_is_raised_and_leaves_some() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -175,8 +169,18 @@ def test_the_limit_of_descriptors_is_raised_and_leaves_some() -> None:
 # -------------------------------------------------------------------------------------------------------------- probes
 
 
-def test_many_probes_ask_the_shards_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(it: Site) -> None:
+async def test_many_probes_ask_the_shards_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gone() -> ShardHealth:
+        raise ShardError(0, "gone")
+
+    async def probe(it: Site) -> int:
+        client = await Client.to(it, PROBE)
+        try:
+            return (await client.answer())[0]
+        finally:
+            client.writer.close()
+
+    async with short_site() as it:
         asked = 0
         health = it.shards.health
 
@@ -193,15 +197,3 @@ def test_many_probes_ask_the_shards_once(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(it.shards, "health", gone)
         monkeypatch.setattr("router.shards.client.REUSED_S", 0.0)
         assert [503] * 50 == await asyncio.gather(*(probe(it) for _ in range(50)))
-
-    async def gone() -> ShardHealth:
-        raise ShardError(0, "gone")
-
-    async def probe(it: Site) -> int:
-        client = await Client.to(it, PROBE)
-        try:
-            return (await client.answer())[0]
-        finally:
-            client.writer.close()
-
-    run(story)

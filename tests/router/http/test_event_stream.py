@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.http.event_stream import MAX_UNREAD_BYTES, EventStream
+from router.http.responses import MAX_UNREAD_BYTES, EventStream
 
 
 class Connection:

@@ -1,6 +1,6 @@
 """Mutated byte streams straight at the HTTP protocol, with the whole application behind it, in virtual time.
 
-2,000 streams, or 10,000 with `HYPOTHESIS_PROFILE=large`; stream N is always the same. Whatever arrives: nothing is
+1,000 streams, or 10,000 with `HYPOTHESIS_PROFILE=large`; stream N is always the same. Whatever arrives: nothing is
 raised or logged as an error, no answer is a 5xx but 503 and 504, every error has our schema, and the connection of a
 client that falls silent ends by its clocks. One client in eight reads nothing.
 """
@@ -27,7 +27,7 @@ from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
 from tests.router.site import unserved
 
-NUM_STREAMS = 2_000 if hypothesis_settings().max_examples <= 100 else 10_000
+NUM_STREAMS = 1_000 if hypothesis_settings().max_examples <= 100 else 10_000
 SETTINGS = RouterConfig("a", "b", ("c",), payload_limit=10_000)
 # Virtual seconds until any silent connection has ended: one clock after the other, with refusals in between.
 MOST_SECONDS = 10 + 30 + 30 + 75 + 2 * 60

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
-
-import uvloop
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from router.__main__ import HttpServer, listener_descriptors
 from router.http.transport import Connections
@@ -34,17 +33,15 @@ class Door:
         await self.server.shutdown(self._listeners)
 
 
-def run(story: Callable[[Door], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(PATIENCE_S), unserved() as it:
-            listeners = listener_descriptors(socket.create_server(("127.0.0.1", 0)))
-            server = HttpServer(it.app, Connections(it.settings, 1000), lambda: None)
-            server.config.load()
-            server.lifespan = server.config.lifespan_class(server.config)
-            await server.startup(listeners)
-            await story(Door(it, server, listeners))
-
-    uvloop.run(whole())
+@asynccontextmanager
+async def open_door() -> AsyncIterator[Door]:
+    async with asyncio.timeout(PATIENCE_S), unserved() as it:
+        listeners = listener_descriptors(socket.create_server(("127.0.0.1", 0)))
+        server = HttpServer(it.app, Connections(it.settings, 1000), lambda: None)
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(listeners)
+        yield Door(it, server, listeners)
 
 
 async def rest(client: socket.socket) -> bytes:
@@ -63,10 +60,9 @@ async def kept_open(door: Door) -> socket.socket:
     return client
 
 
-def test_who_has_asked_when_the_server_ends_is_answered() -> None:
+async def test_who_has_asked_when_the_server_ends_is_answered() -> None:
     """On a new connection that nobody has accepted yet, and on one that was kept open."""
-
-    async def story(door: Door) -> None:
+    async with open_door() as door:
         kept, busy = await kept_open(door), await kept_open(door)
         await door.it.batcher.drain(0)
         clients = [door.connect(ASKED) for _ in range(40)]
@@ -80,13 +76,10 @@ def test_who_has_asked_when_the_server_ends_is_answered() -> None:
         for answer in await answers:
             assert b"HTTP/1.1 503 " in answer and b"connection: close\r\n" in answer.lower()
 
-    run(story)
 
-
-def test_what_crosses_the_end_of_an_idle_connection_is_no_reset() -> None:
+async def test_what_crosses_the_end_of_an_idle_connection_is_no_reset() -> None:
     """The client reads the end, and knows that nobody has its request."""
-
-    async def story(door: Door) -> None:
+    async with open_door() as door:
         kept = await kept_open(door)
         stopping = asyncio.create_task(door.stop())
         loop = asyncio.get_running_loop()
@@ -95,25 +88,19 @@ def test_what_crosses_the_end_of_an_idle_connection_is_no_reset() -> None:
         assert b"" == await rest(kept)
         await stopping
 
-    run(story)
 
-
-def test_an_idle_client_does_not_hold_up_the_end() -> None:
-    async def story(door: Door) -> None:
+async def test_an_idle_client_does_not_hold_up_the_end() -> None:
+    async with open_door() as door:
         with await kept_open(door):
             await door.stop()
             assert not door.server.server_state.connections
 
-    run(story)
 
-
-def test_before_a_drain_each_answer_says_that_it_is_the_last_of_its_connection() -> None:
-    async def story(door: Door) -> None:
+async def test_before_a_drain_each_answer_says_that_it_is_the_last_of_its_connection() -> None:
+    async with open_door() as door:
         kept = await kept_open(door)
         door.server.leave()
         await asyncio.get_running_loop().sock_sendall(kept, ASKED)
         answer = await rest(kept)
         assert b" 200 OK" in answer and b"connection: close\r\n" in answer
         await door.stop()
-
-    run(story)

@@ -40,7 +40,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         unread.append(write_chunk(connection, data))
         return unread[-1]
 
-    monkeypatch.setattr("router.http.event_stream.MAX_UNREAD_BYTES", 8192)
+    monkeypatch.setattr("router.http.responses.MAX_UNREAD_BYTES", 8192)
     monkeypatch.setattr(ClientConnection, "write_chunk", noting)
     return unread
 
@@ -67,8 +67,8 @@ async def count(it: Site, name: str) -> float:
     return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
 
-def test_stream_that_is_not_read_is_cut_counted_and_cancelled(small_buffers: list[int]) -> None:
-    async def story() -> None:
+async def test_stream_that_is_not_read_is_cut_counted_and_cancelled(small_buffers: list[int]) -> None:
+    async with asyncio.timeout(60):
         async with site(fake_shards(make_limits(**LONG)), config=SMALL, **LONG) as it:
             asked = {"max_new_tokens": 8000, "top_n_tokens": 5}
             async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, **asked):
@@ -78,35 +78,30 @@ def test_stream_that_is_not_read_is_cut_counted_and_cancelled(small_buffers: lis
             assert await count(it, "tgi_request_success") == 0
             last_step = it.shards.requests[-1].step
             assert last_step < 8000
-
-    asyncio.run(asyncio.wait_for(story(), 60))
     frame = 1000  # at most, with five candidates
     assert 8192 < max(small_buffers) < 8192 + frame
 
 
-def test_stream_that_is_read_slowly_but_fits_is_not_cut(small_buffers: list[int]) -> None:
-    async def story() -> None:
+async def test_stream_that_is_read_slowly_but_fits_is_not_cut(small_buffers: list[int]) -> None:
+    async with asyncio.timeout(60):
         async with site(config=SMALL) as it:
-            async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, max_new_tokens=100) as read:
+            async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, max_new_tokens=60) as read:
                 while not await count(it, "tgi_request_success"):
                     await asyncio.sleep(0.01)
                 text = b""
                 while not text.endswith(STREAM_END):
                     text += await read(512)
-            assert text.count(b"data: ") == 100
+            assert text.count(b"data: ") == 60
             assert await count(it, CUT) == 0
-
-    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-def test_rest_of_an_answer_is_not_kept_for_ever(
+async def test_rest_of_an_answer_is_not_kept_for_ever(
     path: str, small_buffers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not fit into the kernel's buffers: its place becomes free, and so do its bytes, complete or not."""
-    monkeypatch.setattr("router.http.event_stream.MAX_UNREAD_BYTES", 2**20)
-
-    async def story() -> None:
+    monkeypatch.setattr("router.http.responses.MAX_UNREAD_BYTES", 2**20)
+    async with asyncio.timeout(60):
         async with site(config={**SMALL, "unread_timeout": 0.2}, **LONG) as it:
             asked = {"max_new_tokens": 1000, "details": True, "top_n_tokens": 5}
             async with sent_request(it, path, receive_buffer=FEW_BYTES, **asked) as read:
@@ -117,8 +112,6 @@ def test_rest_of_an_answer_is_not_kept_for_ever(
                 with pytest.raises(ConnectionResetError):
                     while await read(65536):
                         pass
-
-    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 # ------------------------------------------------------------------------------------------------- the others
@@ -139,11 +132,10 @@ async def read_a_byte_a_second(it: Site) -> None:
             await asyncio.sleep(1)
 
 
-def test_others_are_served_beside_fifty_slow_readers() -> None:
+async def test_others_are_served_beside_fifty_slow_readers() -> None:
     """Every stream that is read comes to its end while the slow ones hold their places and are cut by nothing."""
     num_slow, num_others, num_tokens = 50, 32, 40
-
-    async def story() -> None:
+    async with asyncio.timeout(60):
         shards = fake_shards(make_limits(**LONG), step_delay_s=STEP_S, keep_requests=False)
         async with site(shards, **LONG) as it:
             readers = [asyncio.create_task(read_a_byte_a_second(it)) for _ in range(num_slow)]
@@ -156,5 +148,3 @@ def test_others_are_served_beside_fifty_slow_readers() -> None:
                 reader.cancel()
             await asyncio.wait(readers)
             await it.all_free()
-
-    asyncio.run(asyncio.wait_for(story(), 60))

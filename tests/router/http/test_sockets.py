@@ -21,40 +21,23 @@ async def test_tokens_arrive_one_by_one_over_a_socket() -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-async def test_client_that_goes_away_frees_its_place(path: str) -> None:
-    shards = fake_shards(make_limits(), step_delay_s=0.005)
-    async with site(shards, max_concurrent_requests=1) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
-        body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 100}}).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        while not shards.live_ids:
-            await asyncio.sleep(0.001)
-        if path == "/generate_stream":
-            await reader.readuntil(b"data: ")
-        assert (await it.post("/generate")).status_code == 429
-        writer.close()
-        await it.all_free()
-        assert (await it.post("/generate", max_new_tokens=1)).status_code == 200
-        metrics = (await it.http.get("/metrics")).text
-        assert 'tgi_request_failure{err="dropped"} 1.0' in metrics
-
-
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 async def test_request_of_a_client_that_leaves_is_retired_within_two_steps(path: str) -> None:
     shards = fake_shards(make_limits(), step_delay_s=0.1)
-    async with site(shards) as it:
+    async with site(shards, max_concurrent_requests=1) as it:
         _, writer = await asyncio.open_connection("127.0.0.1", it.port)
         body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 100}}).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         while len(shards.requests) < 4:
             await asyncio.sleep(0.001)
+        assert (await it.post("/generate")).status_code == 429
         left_at = shards.requests[-1].step
         writer.close()
         await it.all_free()
         [retired_at] = [request.step for request in shards.requests if request.retire]
         assert retired_at - left_at <= 2
+        assert (await it.post("/generate", max_new_tokens=1)).status_code == 200
+        assert 'tgi_request_failure{err="dropped"} 1.0' in (await it.http.get("/metrics")).text
 
 
 async def test_storm_of_disconnects_leaves_nothing_behind() -> None:
@@ -93,30 +76,11 @@ async def test_huge_headers_are_refused() -> None:
 SHORT = {"header_timeout": 0.2, "body_timeout": 0.2}
 
 
-async def test_slow_headers_are_cut_off() -> None:
-    async with site(config=SHORT) as it:
-        assert (await raw(it.port, b"GET /health HTTP/1.1\r\nhost:")).startswith(b"HTTP/1.1 408 ")
-        start = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
-        assert (await raw(it.port, start)).startswith(b"HTTP/1.1 408 ")
-
-
 async def test_slow_answer_is_not_cut_off() -> None:
     shards = fake_shards(make_limits(), step_delay_s=0.1)
     async with site(shards, config=SHORT) as it:
         for _ in range(2):  # the second on the same connection
             assert (await it.post("/generate", max_new_tokens=4)).status_code == 200
-
-
-def test_silent_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        shards = fake_shards(make_limits(), step_delay_s=0.2)
-        async with site(shards) as it:
-            answer = await it.post("/generate_stream", max_new_tokens=2)
-            assert answer.text.count(": ping\n\n") >= 2
-            assert len(events_in(answer.text)) == 2
-
-    monkeypatch.setattr("router.http.event_stream.KEEP_ALIVE_S", 0.05)
-    asyncio.run(story())
 
 
 async def test_stream_and_plain_answer_have_the_same_text() -> None:

@@ -12,14 +12,12 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from router.errors import Overloaded
 from router.http.bodies import Bodies
-from tests.router.http.raw_clients import BODY, POST, Client, run
-from tests.router.site import Site
+from tests.router.http.raw_clients import BODY, POST, Client, short_site
 
 
-def test_unfinished_bodies_share_a_bound_and_the_oldest_makes_room() -> None:
+async def test_unfinished_bodies_share_a_bound_and_the_oldest_makes_room() -> None:
     """Ten bodies of 100 kB that lack a byte, where half of them have room."""
-
-    async def story(it: Site) -> None:
+    async with short_site(max_unfinished_bytes=500_000, payload_limit=200_000, body_timeout=10.0) as it:
         start = POST + b"content-length: 100000\r\n\r\n" + b" " * 99_999
         clients = []
         for _ in range(10):
@@ -38,11 +36,9 @@ def test_unfinished_bodies_share_a_bound_and_the_oldest_makes_room() -> None:
         for client in clients:
             client.writer.close()
 
-    run(story, max_unfinished_bytes=500_000, payload_limit=200_000, body_timeout=10.0)
 
-
-def test_the_bytes_of_bodies_are_given_back_however_they_end() -> None:
-    async def story(it: Site) -> None:
+async def test_the_bytes_of_bodies_are_given_back_however_they_end() -> None:
+    async with short_site(max_unfinished_bytes=200_000, payload_limit=200_000) as it:
         start = POST + b"content-length: 100000\r\n\r\n" + b" " * 99_999
         for end in (b" ", None, b"late") * 3:  # malformed, left, timed out
             client = await Client.to(it, start)
@@ -61,11 +57,9 @@ def test_the_bytes_of_bodies_are_given_back_however_they_end() -> None:
             assert 400 == (await client.answer())[0]
             client.writer.close()
 
-    run(story, max_unfinished_bytes=200_000, payload_limit=200_000)
 
-
-def test_a_body_that_comes_bit_by_bit_stays_and_silent_ones_make_room() -> None:
-    async def story(it: Site) -> None:
+async def test_a_body_that_comes_bit_by_bit_stays_and_silent_ones_make_room() -> None:
+    async with short_site(max_unfinished_bytes=500_000, payload_limit=200_000, body_timeout=10.0) as it:
         body = BODY + b" " * 20_000
         honest = await Client.to(it, POST + b"content-length: %d\r\n\r\n" % len(body) + body[:1000])
         silent = []
@@ -80,11 +74,9 @@ def test_a_body_that_comes_bit_by_bit_stays_and_silent_ones_make_room() -> None:
         for client in (honest, *silent):
             client.writer.close()
 
-    run(story, max_unfinished_bytes=500_000, payload_limit=200_000, body_timeout=10.0)
 
-
-def test_large_bodies_that_are_silent_make_room_before_a_small_one() -> None:
-    async def story(it: Site) -> None:
+async def test_large_bodies_that_are_silent_make_room_before_a_small_one() -> None:
+    async with short_site(max_unfinished_bytes=450_000, payload_limit=200_000, body_timeout=10.0) as it:
         clients = []
         for size in (10_000, 100_000, 100_000, 100_000, 100_000):
             clients.append(await Client.to(it, POST + b"content-length: %d\r\n\r\n" % size + b" " * (size - 1)))
@@ -96,26 +88,9 @@ def test_large_bodies_that_are_silent_make_room_before_a_small_one() -> None:
         for client in clients:
             client.writer.close()
 
-    run(story, max_unfinished_bytes=450_000, payload_limit=200_000, body_timeout=10.0)
 
-
-def test_who_holds_most_of_the_unfinished_bodies_makes_room() -> None:
+async def test_who_holds_most_of_the_unfinished_bodies_makes_room() -> None:
     """The silent body of another account or peer stays, although it is the oldest."""
-
-    async def story() -> None:
-        bodies = Bodies(500_000, 200_000)
-        others = [asyncio.create_task(bodies.read(begun(b" " * 90_000), "many")) for _ in range(4)]
-        rest: asyncio.Queue[bytes] = asyncio.Queue()
-        few = asyncio.create_task(bodies.read(begun(b" " * 100_000, rest), "few"))
-        await asyncio.sleep(0)
-        others += [asyncio.create_task(bodies.read(begun(b" " * 90_000), "many")) for _ in range(4)]
-        done, waiting = await asyncio.wait(others, timeout=0.1)
-        assert done == set(others[:4]) and all(isinstance(task.exception(), Overloaded) for task in done)
-        rest.put_nowait(b"end")
-        assert 100_003 == len(await few)
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
 
     def begun(part: bytes, rest: asyncio.Queue[bytes] | None = None) -> Request:
         parts = [part]
@@ -128,11 +103,23 @@ def test_who_holds_most_of_the_unfinished_bodies_makes_room() -> None:
 
         return Request({"type": "http", "headers": []}, receive)
 
-    asyncio.run(story())
+    bodies = Bodies(500_000, 200_000)
+    others = [asyncio.create_task(bodies.read(begun(b" " * 90_000), "many")) for _ in range(4)]
+    rest: asyncio.Queue[bytes] = asyncio.Queue()
+    few = asyncio.create_task(bodies.read(begun(b" " * 100_000, rest), "few"))
+    await asyncio.sleep(0)
+    others += [asyncio.create_task(bodies.read(begun(b" " * 90_000), "many")) for _ in range(4)]
+    done, waiting = await asyncio.wait(others, timeout=0.1)
+    assert done == set(others[:4]) and all(isinstance(task.exception(), Overloaded) for task in done)
+    rest.put_nowait(b"end")
+    assert 100_003 == len(await few)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
 
 
-def test_parts_of_bodies_that_nobody_reads_do_not_outlive_their_answer() -> None:
-    async def story(it: Site) -> None:
+async def test_parts_of_bodies_that_nobody_reads_do_not_outlive_their_answer() -> None:
+    async with short_site() as it:
         gc.collect()
         gc.disable()
         try:
@@ -144,5 +131,3 @@ def test_parts_of_bodies_that_nobody_reads_do_not_outlive_their_answer() -> None
             client.writer.close()
         finally:
             gc.enable()
-
-    run(story)

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from router.http.whole_answers import PlainAnswer, StaticFile
-from tests.router.http.raw_clients import POST, SCRIPT, Client, num_connections, run, unread
+from router.http.responses import PlainAnswer, StaticFile
+from tests.router.http.raw_clients import POST, SCRIPT, Client, num_connections, short_site, unread
 from tests.router.site import Site
 
 UNREAD: dict[str, Any] = {"unread_timeout": 60.0, "body_timeout": 10.0, "send_buffer_bytes": 4096}
@@ -29,8 +29,8 @@ async def num_connections_are(it: Site, most: int) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_unread_answers_share_a_bound_and_the_one_that_is_read_least_is_cut() -> None:
-    async def story(it: Site) -> None:
+async def test_unread_answers_share_a_bound_and_the_one_that_is_read_least_is_cut() -> None:
+    async with short_site(max_unread_bytes=2_000_000, **UNREAD) as it:
         clients = []
         for _ in range(8):
             clients.append(await unread(it, echo(600_000)))
@@ -42,29 +42,23 @@ def test_unread_answers_share_a_bound_and_the_one_that_is_read_least_is_cut() ->
         for client in clients:
             client.writer.close()
 
-    run(story, max_unread_bytes=2_000_000, **UNREAD)
 
-
-def test_an_answer_behind_an_unread_one_counts_as_unread() -> None:
-    async def story(it: Site) -> None:
+async def test_an_answer_behind_an_unread_one_counts_as_unread() -> None:
+    async with short_site(max_unread_bytes=3_600_000, **UNREAD) as it:
         clients = [await unread(it, echo(600_000) * 2) for _ in range(4)]
         await num_connections_are(it, 3)
         for client in clients:
             client.writer.close()
 
-    run(story, max_unread_bytes=3_600_000, **UNREAD)  # as much as four of them and half another
 
-
-def test_unread_files_share_the_bound_and_a_single_answer_may_be_larger() -> None:
-    async def story(it: Site) -> None:
+async def test_unread_files_share_the_bound_and_a_single_answer_may_be_larger() -> None:
+    async with short_site(max_unread_bytes=300_000, **UNREAD) as it:
         clients = [await unread(it, SCRIPT) for _ in range(10)]
         await num_connections_are(it, 5)
         for client in clients:
             client.writer.close()
         await num_connections_are(it, 0)
         assert (await (await Client.to(it, echo(600_000))).rest()).count(b"x") > 600_000
-
-    run(story, max_unread_bytes=300_000, **UNREAD)
 
 
 async def test_a_static_file_is_sent_in_small_views_of_one_copy() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from router.apis.tgi.requests import GenerateRequest, prompt_request_of
+from router.apis.tgi.bodies import GenerateRequest, prompt_request_of
 from router.requests.validation import Validator
 from router.sandbox.workers import Workers
 from tests.router.apis.test_overload import AS_ALICE, AS_BOB, keyed, metric

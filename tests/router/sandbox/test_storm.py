@@ -98,31 +98,29 @@ async def one(pool: Sandbox, ask: Ask, number: int, chance: random.Random, found
     [(render, ("router.sandbox.tasks", "")), (Grammars(), ("router.grammars.matcher", json.dumps(ARGUMENTS)))],
     ids=["chats", "grammars"],
 )
-def test_nobody_is_answered_with_anothers_whatever_is_cancelled_or_killed(ask: Ask, tasks: tuple[str, str]) -> None:
+async def test_nobody_is_answered_with_anothers_whatever_is_cancelled_or_killed(
+    ask: Ask, tasks: tuple[str, str]
+) -> None:
     chance, found = random.Random(7), Counter[str]()
+    before = set(descendants(os.getpid()))
+    pool = Sandbox(2, 20.0, 4096, tasks)
+    await pool.warm_up()
+    fork_servers = [pid for pid in descendants(os.getpid()) if pid not in before and len(descendants(pid))]
+    disturbing = asyncio.ensure_future(disturb(lambda: fork_servers, chance))
+    try:
+        places = asyncio.Semaphore(AT_ONCE)
 
-    async def story() -> None:
-        before = set(descendants(os.getpid()))
-        pool = Sandbox(2, 20.0, 4096, tasks)
-        await pool.warm_up()
-        fork_servers = [pid for pid in descendants(os.getpid()) if pid not in before and len(descendants(pid))]
-        disturbing = asyncio.ensure_future(disturb(lambda: fork_servers, chance))
-        try:
-            places = asyncio.Semaphore(AT_ONCE)
+        async def placed(number: int) -> None:
+            async with places:
+                await one(pool, ask, number, chance, found)
 
-            async def placed(number: int) -> None:
-                async with places:
-                    await one(pool, ask, number, chance, found)
-
-            await asyncio.gather(*map(placed, range(NUM_TASKS)))
-            disturbing.cancel()
-            last = [await ask(pool, NUM_TASKS + number, OWNERS[0]) for number in range(5)]
-            assert all(last)
-        finally:
-            disturbing.cancel()
-            await pool.close()
-
-    asyncio.run(story())
+        await asyncio.gather(*map(placed, range(NUM_TASKS)))
+        disturbing.cancel()
+        last = [await ask(pool, NUM_TASKS + number, OWNERS[0]) for number in range(5)]
+        assert all(last)
+    finally:
+        disturbing.cancel()
+        await pool.close()
     print(dict(found))
     assert {"own", "gone", "unavailable"} >= set(found), found
     assert found["own"] > NUM_TASKS / 5

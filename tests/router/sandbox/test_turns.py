@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,80 +38,28 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(story: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(story())  # type: ignore[arg-type]
+async def test_owners_enter_in_turn_and_each_in_its_order() -> None:
+    gate = Gate(1)
+    await gate.arrive("a1", "a2", "a3", "a4", "b1", "b2", "c1")
+    await gate.leave(2)
+    await gate.arrive("d1")
+    await gate.leave(5)
+    assert ["a1", "a2", "b1", "c1", "a3", "b2", "d1", "a4"] == gate.entered
 
 
-def test_as_many_as_there_are_places_come_in_at_once() -> None:
-    async def story() -> None:
-        gate = Gate(2)
-        await gate.arrive("a1", "a2", "a3")
-        assert ["a1", "a2"] == gate.entered and 1 == gate.turns.num_waiting
-        await gate.leave()
-        assert ["a1", "a2", "a3"] == gate.entered and 0 == gate.turns.num_waiting
-        await gate.leave(2)
-        await gate.arrive("a4", "a5", "a6")
-        assert ["a4", "a5"] == gate.entered[3:]
-
-    run(story)
-
-
-def test_owners_enter_in_turn_and_each_in_its_order() -> None:
-    async def story() -> None:
-        gate = Gate(1)
-        await gate.arrive("a1", "a2", "a3", "a4", "b1", "b2", "c1")
-        await gate.leave(2)
-        await gate.arrive("d1")
-        await gate.leave(5)
-        assert ["a1", "a2", "b1", "c1", "a3", "b2", "d1", "a4"] == gate.entered
-
-    run(story)
-
-
-def test_one_beside_a_hundred_waits_for_one_of_them() -> None:
-    async def story() -> None:
-        gate = Gate(1)
-        await gate.arrive(*[f"a{number}" for number in range(100)], "b1")
-        await gate.leave(2)
-        assert "b1" in gate.entered
-
-    run(story)
-
-
-def test_who_is_cancelled_while_waiting_takes_no_turn() -> None:
-    async def story() -> None:
-        gate = Gate(1)
-        tasks = await gate.arrive("a1", "a2", "b1", "b2")
-        tasks[1].cancel()
-        tasks[2].cancel()
-        await settle()
-        assert 1 == gate.turns.num_waiting
-        await gate.leave()
-        assert ["a1", "b2"] == gate.entered
-        await gate.leave()
-        await gate.arrive("c1")
-        assert ["a1", "b2", "c1"] == gate.entered
-        assert {} == gate.turns._waiting
-
-    run(story)
-
-
-def test_who_is_cancelled_with_the_place_in_hand_passes_it_on() -> None:
-    async def story() -> None:
-        gate = Gate(1)
-        tasks = await gate.arrive("a1", "a2", "b1")
-        gate.turns.leave()
-        tasks[1].cancel()  # before it could run
-        await settle()
-        assert ["a1", "b1"] == gate.entered
-        tasks = await gate.arrive("a3")
-        tasks[0].cancel()
-        gate.turns.leave()  # before who is cancelled could run
-        await settle()
-        await gate.arrive("b2")
-        assert ["a1", "b1", "b2"] == gate.entered
-
-    run(story)
+async def test_who_is_cancelled_with_the_place_in_hand_passes_it_on() -> None:
+    gate = Gate(1)
+    tasks = await gate.arrive("a1", "a2", "b1")
+    gate.turns.leave()
+    tasks[1].cancel()  # before it could run
+    await settle()
+    assert ["a1", "b1"] == gate.entered
+    tasks = await gate.arrive("a3")
+    tasks[0].cancel()
+    gate.turns.leave()  # before who is cancelled could run
+    await settle()
+    await gate.arrive("b2")
+    assert ["a1", "b1", "b2"] == gate.entered
 
 
 @given(

@@ -257,7 +257,7 @@ calls = st.builds(
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=max(30, settings().max_examples // 3))
 @given(
     st.lists(calls, min_size=2, max_size=16),
     st.integers(120, 400),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,29 +18,26 @@ SECRET = "SECRET"
 CHAT = {"messages": [{"role": "user", "content": SECRET}]}
 
 
-def lines_of(
-    story: Callable[[Site], Awaitable[None]], caplog: pytest.LogCaptureFixture, **options: Any
-) -> list[dict[str, Any]]:
-    """What the log has of the requests that a story makes."""
-
-    async def run() -> None:
-        async with site(**options) as it:
-            await story(it)
-
-    caplog.clear()
+@asynccontextmanager
+async def logging_site(
+    caplog: pytest.LogCaptureFixture, **options: Any
+) -> AsyncIterator[tuple[Site, list[dict[str, Any]]]]:
+    """A site, and what the log has of its requests once the block is over."""
+    lines: list[dict[str, Any]] = []
     with caplog.at_level(logging.INFO, "router"):
-        asyncio.run(run())
-    records = [record for record in caplog.records if record.name == "router.telemetry.request_log"]
+        async with site(**options) as it:
+            yield it, lines
     assert all(SECRET not in str(record.__dict__) for record in caplog.records)
-    return [{**record.__dict__, "message": record.getMessage()} for record in records]
+    records = [record for record in caplog.records if record.name == "router.telemetry.request_log"]
+    lines += [{**record.__dict__, "message": record.getMessage()} for record in records]
 
 
 def chosen(lines: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
     return [tuple(line.get(name) for name in names) for line in lines]
 
 
-def test_every_request_that_is_over_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(it: Site) -> None:
+async def test_every_request_that_is_over_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with logging_site(caplog, config={"api_key": "k"}) as (it, lines):
         headers = {"authorization": "Bearer k", "x-request-id": "mine"}
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}}
         for path in ("/generate", "/generate_stream"):
@@ -47,8 +45,6 @@ def test_every_request_that_is_over_has_one_line(caplog: pytest.LogCaptureFixtur
         asked = {"model": "gpt", "prompt": [PROMPT, PROMPT], "n": 2, "max_tokens": 3, "best_of": 2}
         assert 200 == (await it.http.post("/v1/completions", json=asked, headers=headers)).status_code
         assert 200 == (await it.http.post("/tokenize", json=body, headers=headers)).status_code
-
-    lines = lines_of(story, caplog, config={"api_key": "k"})
     assert {("mine", 200, "default")} == set(chosen(lines, "request_id", "status", "key"))
     assert [
         ("/generate", "length", None, False, 5, 0, 2, None),
@@ -63,25 +59,22 @@ def test_every_request_that_is_over_has_one_line(caplog: pytest.LogCaptureFixtur
         assert all(line[name] >= 0 for name in ("validation_ms", "queue_ms", "first_token_ms", "total_ms"))
 
 
-def test_probes_have_none(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(it: Site) -> None:
+async def test_probes_have_none(caplog: pytest.LogCaptureFixture) -> None:
+    async with logging_site(caplog) as (it, lines):
         for path in ("/health", "/metrics", "/info", "/"):
             assert 200 == (await it.http.get(path)).status_code
+    assert [] == lines
 
-    assert [] == lines_of(story, caplog)
 
-
-def test_cached_tokens_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(it: Site) -> None:
+async def test_cached_tokens_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async with logging_site(caplog, prefix_caching=True) as (it, lines):
         for _ in range(2):
             await it.post("/generate", inputs="x" * 40, max_new_tokens=2)
-
-    lines = lines_of(story, caplog, prefix_caching=True)
     assert [(40, 0), (40, 32)] == chosen(lines, "prompt_tokens", "cached_tokens")
 
 
-def test_refused_requests_have_a_line_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    async def story(it: Site) -> None:
+async def test_refused_requests_have_a_line_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    async with logging_site(caplog, config={"api_key": "k", "payload_limit": 200}) as (it, lines):
         key = {"authorization": "Bearer k"}
         await it.http.post("/generate", json={"inputs": SECRET}, headers={"authorization": f"Bearer {SECRET}"})
         await it.http.post("/nowhere?q=SECRET", json={"inputs": SECRET}, headers=key)
@@ -91,8 +84,6 @@ def test_refused_requests_have_a_line_with_the_reason(caplog: pytest.LogCaptureF
         await it.http.post("/generate", json={"inputs": SECRET, "parameters": {"top_p": 7}}, headers=key)
         await it.http.post("/v1/completions", json={"prompt": SECRET, "n": 0, "model": "m"}, headers=key)
         await it.http.post("/v1/chat/completions", json={"model": "m"}, headers=key)
-
-    lines = lines_of(story, caplog, config={"api_key": "k", "payload_limit": 200})
     assert [
         ("request refused: unauthorized", "/generate", 401, None),
         ("request refused: not_found", "/nowhere", 404, "default"),
@@ -106,36 +97,29 @@ def test_refused_requests_have_a_line_with_the_reason(caplog: pytest.LogCaptureF
     assert "m" == lines[6]["model"]
 
 
-def test_a_stream_that_fails_says_why_and_what_it_had(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stream_that_fails_says_why_and_what_it_had(caplog: pytest.LogCaptureFixture) -> None:
     shards = fake_shards(make_limits(), failing_steps=dict.fromkeys(range(4, 60), "no memory"), step_delay_s=0.01)
-
-    async def story(it: Site) -> None:
+    async with logging_site(caplog, shards=shards) as (it, lines):
         await it.post("/generate_stream", max_new_tokens=9)
-
-    lines = lines_of(story, caplog, shards=shards)
     assert [(200, "generation", 3)] == chosen(lines, "status", "reason", "generated_tokens")
 
 
-def test_a_bug_is_a_line_with_500_and_an_answer_with_its_id(
+async def test_a_bug_is_a_line_with_500_and_an_answer_with_its_id(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: Any) -> None:
         raise KeyError
 
     monkeypatch.setattr("router.http.bodies.Bodies.read", broken)
-
-    async def story(it: Site) -> None:
+    async with logging_site(caplog) as (it, lines):
         answer = await it.http.post("/generate", json={"inputs": "a"}, headers={"x-request-id": "mine"})
         assert (500, "mine") == (answer.status_code, answer.headers["x-request-id"])
-
-    lines = lines_of(story, caplog)
     assert [("mine", 500, "internal_server_error")] == chosen(lines, "request_id", "status", "reason")
 
 
-def test_fields_that_nobody_looks_at_are_named_and_no_value_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_fields_that_nobody_looks_at_are_named_and_no_value_is(caplog: pytest.LogCaptureFixture) -> None:
     many = {f"x{number}": SECRET for number in range(20)}
-
-    async def story(it: Site) -> None:
+    async with logging_site(caplog) as (it, lines):
         for extra in (
             {"store": True, "metadata": {SECRET: 1}, "tools": None},
             many,
@@ -144,8 +128,6 @@ def test_fields_that_nobody_looks_at_are_named_and_no_value_is(caplog: pytest.Lo
             answer = await it.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **extra})
             assert 200 == answer.status_code
         await it.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "model": "\x1b" + "m" * 99})
-
-    lines = lines_of(story, caplog)
     named = [line.get("ignored_fields") for line in lines]
     assert named[0] == "store, metadata"
     assert named[1] == ", ".join([*list(many)[:16], "and 4 more"])
@@ -163,13 +145,12 @@ def test_fields_that_nobody_looks_at_are_named_and_no_value_is(caplog: pytest.Lo
         ("/v1/messages", {"messages": [], "mcp_servers": [{}]}, None),
     ],
 )
-def test_fields_that_are_refused_are_not_named_as_ignored(
+async def test_fields_that_are_refused_are_not_named_as_ignored(
     path: str, body: dict[str, Any], named: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(it: Site) -> None:
+    async with logging_site(caplog) as (it, lines):
         assert (200 if "suffix" in body else 400) == (await it.http.post(path, json=body)).status_code
-
-    [line] = lines_of(story, caplog)
+    [line] = lines
     assert named == line.get("ignored_fields")
 
 
@@ -180,7 +161,7 @@ def test_names_of_clients_are_cut_and_cleaned() -> None:
     assert "a, b" == harmless_names(["a", "b"])
 
 
-def test_refusals_are_written_so_often_and_the_rest_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_refusals_are_written_so_often_and_the_rest_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
 
     async def answer(status: int, fields: dict[str, Any]) -> None:
@@ -197,8 +178,7 @@ def test_refusals_are_written_so_often_and_the_rest_is_counted(caplog: pytest.Lo
 
     middleware = RequestLogMiddleware(None, lambda: now)  # type: ignore[arg-type]
 
-    async def story() -> None:
-        nonlocal now
+    with caplog.at_level(logging.INFO, "router"):
         for _ in range(MOST_REFUSALS_A_MINUTE + 50):
             await answer(401, {})
         await answer(200, {"reason": "length", "stream": True, "generated_tokens": 1})
@@ -207,19 +187,15 @@ def test_refusals_are_written_so_often_and_the_rest_is_counted(caplog: pytest.Lo
         now = 60 / MOST_REFUSALS_A_MINUTE
         await answer(401, {})
         await answer(401, {})
-
-    with caplog.at_level(logging.INFO, "router"):
-        asyncio.run(story())
     lines = [record.__dict__ for record in caplog.records]
     assert [("length", 50), ("generation", 1), ("unauthorized", None)] == chosen(
         lines[MOST_REFUSALS_A_MINUTE:], "reason", "refusals_left_out"
     )
 
 
-def test_a_client_that_goes_away_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_goes_away_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     shards = fake_shards(make_limits(), step_delay_s=0.01)
-
-    async def story(it: Site) -> None:
+    async with logging_site(caplog, shards=shards) as (it, lines):
         _, writer = await asyncio.open_connection("127.0.0.1", it.port)
         writer.write(
             b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 17\r\n\r\n"
@@ -229,6 +205,4 @@ def test_a_client_that_goes_away_is_a_line(caplog: pytest.LogCaptureFixture) -> 
             await asyncio.sleep(0.001)
         writer.close()
         await it.all_free()
-
-    lines = lines_of(story, caplog, shards=shards)
     assert [(499, "cancelled", 3)] == chosen(lines, "status", "reason", "prompt_tokens")

@@ -50,10 +50,6 @@ def test_character_comes_out_when_its_last_byte_is_there() -> None:
     assert pieces("é🙂!".encode()) == ["", "é", "", "", "", "🙂", "!", ""]
 
 
-def test_bytes_held_at_the_end_are_flushed() -> None:
-    assert pieces("ok🙂".encode()[:-1]) == ["o", "k", "", "", "", REPLACEMENT]
-
-
 def test_bytes_that_never_become_text_are_not_held_for_ever() -> None:
     got = pieces(b"\xff" * 20 + b"ok")
     assert "".join(got) == REPLACEMENT * 20 + "ok"
@@ -62,10 +58,6 @@ def test_bytes_that_never_become_text_are_not_held_for_ever() -> None:
 
 def test_prompt_that_ends_in_a_replacement_character_is_not_repeated() -> None:
     assert pieces(b"yes", prompt="secret \ufffd".encode()) == ["y", "e", "s", ""]
-
-
-def test_prompt_cut_inside_a_character_does_no_harm() -> None:
-    assert pieces(b"yes", prompt="🙂".encode()[-2:]) == ["y", "e", "s", ""]
 
 
 @given(st.text(), st.text(min_size=1))
@@ -107,18 +99,8 @@ def fallback(*, spaces: int) -> Any:
     return decoders.Sequence(parts)
 
 
-PARTS = (
-    b"A",
-    b" a",
-    b"  ",
-    "é".encode(),
-    "🙂".encode(),
-    "🙂".encode()[:2],
-    "🙂".encode()[2:],
-    b"\xff",
-    b"x\xe2",
-    b"\x82y",
-)
+SMILE = "🙂".encode()
+PARTS = (b"A", b" a", b"  ", "é".encode(), SMILE, SMILE[:2], SMILE[2:], b"\xff", b"x\xe2", b"\x82y")
 WORDS = ("▁", "▁▁", "▁a", "b", "▁é🙂", REPLACEMENT, "<0x41>", "<0xE2>", "<0x82>", "<0xAC>", "<0xFF>", "<0x20>")
 LOCAL = {
     "byte level": tokenizer_of(decoders.ByteLevel(), *byte_words(*PARTS)),
@@ -177,12 +159,6 @@ def test_leading_space_is_kept_after_a_prompt_and_dropped_at_the_start_of_a_text
     tokenizer = word_tokenizer("?", "▁Hello", "▁world")
     assert Detokeniser(tokenizer, [1]).push(2) == " world"
     assert Detokeniser(tokenizer, []).push(2) == "world"
-
-
-def test_special_token_is_shown_but_not_part_of_the_text() -> None:
-    generated, shown, reason = generate([*b"hi", EOS])
-    assert (shown, generated.text, reason) == (["h", "i", "</s>"], "hi", FinishReason.EOS_TOKEN)
-    assert generated.num_tokens == 3
 
 
 def test_bytes_that_the_end_token_cuts_off_are_neither_in_the_text_nor_in_the_stream() -> None:
@@ -264,12 +240,6 @@ def _ending(ids: list[int], ends: Ends, **more: Any) -> tuple[str, FinishReason 
     return generated.text, reason
 
 
-def test_stop_sequence_over_several_tokens_is_found_and_kept() -> None:
-    generated, shown, reason = generate(list(b"one END two"), stop=("END",))
-    assert (generated.text, reason) == ("one END", FinishReason.STOP_SEQUENCE)
-    assert "".join(shown) == "one END"
-
-
 def test_stop_sequence_inside_a_token_cuts_what_follows_it() -> None:
     tokenizer = word_tokenizer("?", "▁wait.Then")
     generated, shown, reason = generate([1], stop=("t.",), tokenizer=tokenizer)
@@ -282,17 +252,7 @@ def test_earliest_match_of_several_stop_sequences_counts() -> None:
     assert generate([1], stop=("def", "bc"), tokenizer=tokenizer)[0].text.endswith("abc")
 
 
-def test_stop_sequence_of_any_length_is_found() -> None:
-    stop = "x" * 500
-    generated, _, reason = generate(list(f"a{stop}b".encode()), stop=(stop,), max_new_tokens=1000)
-    assert (generated.text, reason) == (f"a{stop}", FinishReason.STOP_SEQUENCE)
-
-
-def test_stop_sequence_with_an_emoji_is_found() -> None:
-    assert generate(list("say 🙂 now".encode()), stop=("🙂",))[0].text == "say 🙂"
-
-
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+@given(st.text("ab🙂", max_size=30), st.lists(st.text("ab🙂", min_size=1, max_size=9), min_size=1, max_size=3))
 def test_stop_search_agrees_with_a_plain_search(text: str, stop: list[str]) -> None:
     ends = [text.find(one) + len(one) for one in stop if one in text]
     generated, shown, reason = generate(list(text.encode()), stop=tuple(stop))
@@ -324,10 +284,6 @@ def test_eos_ids_of_all_files_count(tmp_path: Path) -> None:
     loaded = ModelTokenizer.load(folder)
     assert loaded.eos_ids == {7, 8, 9, EOS}
     assert loaded.special_ids == {EOS}
-
-
-def test_model_without_eos_has_none(tmp_path: Path) -> None:
-    assert ModelTokenizer.load(model_folder(tmp_path, config={"eos_token_id": None})).eos_ids == set()
 
 
 def test_saved_length_limit_does_not_cut_prompts(tmp_path: Path) -> None:

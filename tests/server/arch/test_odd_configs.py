@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from server.arch import families
-from server.arch.families.fields import FIELDS, MOST_DEPTH, OBJECT, checked
+from server.arch.families.hf_config import FIELDS, MOST_DEPTH, OBJECT, checked
 from tests.server.published import BAICHUAN, CHATGLM
 from tests.server.tiny import CASES, COMMON
 from tests.test_architecture import sources

@@ -11,8 +11,7 @@ import torch
 
 from server.arch import families
 from server.arch.spec import Alibi, ArchSpec, validate
-from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.limits import plan_threads
+from server.backends.cpu.device import CpuDevice, plan_threads
 from server.blocks import num_blocks
 from server.layers.position import alibi_slopes
 from server.loading import choose_dtype
@@ -94,7 +93,7 @@ def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("server.backends.cpu.limits.cpu_quota", lambda: None)
+    monkeypatch.setattr("server.backends.cpu.device.cpu_quota", lambda: None)
     large, small = 2**30, 2**20
 
     def plan(wanted: int | None, ranks: int, num_bytes: int, is_host: bool = True) -> tuple[int, str]:
@@ -110,7 +109,7 @@ def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
 
 def test_threads_keep_to_a_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("server.backends.cpu.limits.cpu_quota", lambda: 2.5)
+    monkeypatch.setattr("server.backends.cpu.device.cpu_quota", lambda: 2.5)
     plan = partial(plan_threads, None, is_host=True, weight_bytes=2**30)
     assert (2, "a cgroup quota of 2.5 cores for all shards") == plan(world_size=1)
     assert 1 == plan(world_size=4)[0]

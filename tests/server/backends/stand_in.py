@@ -37,7 +37,7 @@ from server.backends.device import map_pages
 from server.backends.protocol import Attention, Computation, GraphCapture, Rotation, Scores, StepMeta, split_heads
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.attention import BatchedAttention, StoringAttention, rotate
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 NAME = "standin"
 SETUP = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
@@ -50,13 +50,7 @@ META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)  # whose kernels chang
 aten = torch.ops.aten
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 # Torch has kernels of these for every device, which would bypass the driver; CUDA has its own of the last one.
-NATIVE = (
-    aten.alias.default,
-    aten.detach.default,
-    aten.view.dtype,
-    aten._unsafe_view.default,
-    aten._grouped_mm.default,
-)
+NATIVE = (aten.alias.default, aten.detach.default, aten.view.dtype, aten._unsafe_view.default, aten._grouped_mm.default)
 Recorded = tuple[Callable[[], Any], Any]
 
 

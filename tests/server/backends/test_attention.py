@@ -12,6 +12,7 @@ from server.backends.protocol import Scores, StepMeta
 from server.backends.reference.attention import BatchedAttention, ReferenceAttention, _groups
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.layers.position import alibi_slopes
+from tests.combinations import all_pairs
 
 SLOPES = tuple(alibi_slopes(8, Alibi()))
 
@@ -51,25 +52,20 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("kv_heads", [8, 2], ids=["mha", "gqa"])
-@pytest.mark.parametrize("head_dim", [16, 80])
-@pytest.mark.parametrize("window", [0, 20])
+SCORES = {
+    "plain": Scores(0.3),
+    "alibi": Scores(0.3, tuple(alibi_slopes(8, Alibi()))),
+    "cap": Scores(0.3, cap=2.0),
+    "alibi and cap": Scores(0.3, tuple(alibi_slopes(8, Alibi())), 2.0),
+}
+
+
 @pytest.mark.parametrize(
-    "scores",
-    [
-        Scores(0.3),
-        Scores(0.3, tuple(alibi_slopes(8, Alibi()))),
-        Scores(0.3, cap=2.0),
-        Scores(0.3, tuple(alibi_slopes(8, Alibi())), 2.0),
-    ],
-    ids=["plain", "alibi", "cap", "alibi and cap"],
+    ("step", "kind", "kv_heads", "head_dim", "window"), all_pairs(STEPS, SCORES, (8, 2), (16, 80), (0, 20))
 )
-def test_batched_equals_reference(
-    lengths: list[tuple[int, int]], kv_heads: int, head_dim: int, window: int, scores: Scores
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    meta = step_of(lengths, 64, seed=3)
+def test_batched_equals_reference(step: str, kind: str, kv_heads: int, head_dim: int, window: int) -> None:
+    generator, scores = torch.Generator().manual_seed(1), SCORES[kind]
+    meta = step_of(STEPS[step], 64, seed=3)
     kv = torch.randn(2, 64, kv_heads, BLOCK_SIZE, head_dim, generator=generator)
     q, k, v = (
         torch.randn(meta.query_starts[-1], heads, head_dim, generator=generator) for heads in (8, kv_heads, kv_heads)

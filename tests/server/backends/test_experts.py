@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.arch.spec import Activation
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
-from server.checkpoint.weights import Quantise
 from server.layers.mlp import MoeMlp
-from server.quant.rounding import float8_rows, int8_rows
+from server.quantisation.rounding import int8_rows
+from server.quantisation.stored import Quantise
 
 EXPERTS, WIDTH, INNER, TOP_K = 5, 48, 32, 2
 MakeBackend = Callable[[torch.dtype], Backend]
@@ -102,38 +100,6 @@ def test_a_tokens_output_does_not_depend_on_its_batch(kernels: Kernels, dtype: t
     together = mlp(x)
     for count in (1, 7):
         assert torch.equal(together[:count], mlp(x[:count]))
-
-
-class Questions(TorchDispatchMode):
-    """Notes what the host waits for: operators whose results decide, and tensors that are read into Python."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-        for name in ("tolist", "numpy", "__array__"):
-            monkeypatch.setattr(Tensor, name, self._noted(name, getattr(Tensor, name)))
-
-    def _noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def read(tensor: Tensor, *args: Any) -> Any:
-            self.asked.append(name)
-            return function(tensor, *args)
-
-        return read
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        asks = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
-        self.asked += [str(func)] * bool(asks)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("quantise", "asked"), [(None, []), (float8_rows, ["tolist", "tolist"])])
-def test_the_host_is_asked_nothing_or_once_for_each_product(
-    make: MakeBackend, quantise: Quantise | None, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlp, x = mixture(make(torch.float32), torch.float32, quantise), random(12, WIDTH)
-    with Questions(monkeypatch) as questions:
-        mlp.branch(x).onto(None, with_bias=True)
-    assert asked == questions.asked
 
 
 def test_other_formats_give_nearly_the_same(make: MakeBackend) -> None:

@@ -258,11 +258,7 @@ def test_a_step_that_does_the_same_uploads_nothing_and_waits_for_nothing(samplin
     assert before == device.uploads
 
 
-@pytest.mark.parametrize(
-    ("sampling", "most"),
-    [(GREEDY, 1), (SAMPLED, 1)],
-    ids=["plain", "sampled"],
-)
+@pytest.mark.parametrize(("sampling", "most"), [(GREEDY, 1), (SAMPLED, 1)], ids=["plain", "sampled"])
 def test_a_step_launches_little_beside_its_graph(driver: Driver, sampling: pb.SamplingParameters, most: int) -> None:
     engine = decoding(StandInBackend(), DEMO, sampling)
     driver.launches.clear()

@@ -14,7 +14,7 @@ import torch
 
 from server import backends
 from server.pb import generate_pb2 as pb
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.service import ShardService
 from server.stepping.engine import StepResult
 

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,33 +156,38 @@ def test_anything_but_plain_tensors_is_refused(source: Path, target: Path, value
     assert [] == leftovers(target)
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "server.checkpoint.convert", *argv]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+def test_weights_of_torchao_in_bin_are_refused_with_a_remedy(source: Path, target: Path, tmp_path: Path) -> None:
+    save({"w": Gadget(tmp_path / "marker")}, source)
+    (source / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    with pytest.raises(HubError, match=r"weights of torchao in \*\.bin.*served are those in safetensors, load .* anew"):
+        convert.convert_once("weights", source, target)
+    assert [] == leftovers(target)
 
 
-def test_refusal_of_the_command_is_one_sentence(source: Path, target: Path, tmp_path: Path) -> None:
-    torch.save({"w": Gadget(tmp_path / "marker")}, source / "pytorch_model.bin")
-    done = run("weights", str(source), str(target))
-    assert 1 == done.returncode
-    assert done.stderr.splitlines()[-1].startswith(f"error: {source}/pytorch_model.bin is unsafe")
+def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """What the command says, in one sentence, of what it does not convert."""
+    assert 1 == convert.main([str(one) for one in argv])
+    (sentence,) = capsys.readouterr().err.splitlines()
+    return sentence
+
+
+def test_refusal_of_the_command_is_one_sentence(
+    source: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"w": Gadget(tmp_path / "marker")}, source)
+    assert refusal(capsys, "weights", source, target).startswith(f"error: {source}/pytorch_model.bin is unsafe")
     assert not (tmp_path / "marker").exists()
 
 
-def test_two_conversions_at_once_make_one_result(source: Path, target: Path) -> None:
+def test_two_conversions_at_once_make_one_result(
+    source: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads stand in for processes: a lock is of an open file, and each opens its own."""
     save({"w": torch.ones(200, 200)}, source)
-    command = [sys.executable, "-P", "-m", "server.checkpoint.convert", "weights", str(source), str(target)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-    assert [0, 0] == [process.returncode for process in both]
-    assert 1 == "".join(outputs).count("Converting")
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(convert.main, ["weights", str(source), str(target)]) for _ in range(2)]
+    assert [0, 0] == [one.result() for one in both]
+    assert 1 == capsys.readouterr().out.count("Converting")
     assert [target.name] == leftovers(target)
 
 
@@ -191,6 +197,7 @@ def test_unknown_conversion_shows_the_usage(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_full_disk_is_one_sentence_and_leaves_nothing(source: Path, target: Path) -> None:
+    """In a process of its own, as the launcher runs it, whose files may not grow."""
     save({"w": torch.ones(1 << 19)}, source)
     limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
@@ -213,19 +220,19 @@ def test_old_tokenizer_becomes_tokenizer_json(source: Path, target: Path) -> Non
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     (source / "vocab.json").write_text(json.dumps({"h": 0, "i": 1, "hi": 2, "<|endoftext|>": 3}))
     (source / "merges.txt").write_text("#version: 0.2\nh i\n")
-    done = run("tokenizer", str(source), str(target))
-    assert (0, "") == (done.returncode, done.stderr)
+    assert 0 == convert.main(["tokenizer", str(source), str(target)])
     assert "hi" in json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]
 
 
-def test_tokenizer_code_of_a_repository_is_never_run(source: Path, target: Path, tmp_path: Path) -> None:
+def test_tokenizer_code_of_a_repository_is_never_run(
+    source: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     auto_map = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
     (source / "config.json").write_text('{"model_type": "none", "trust_remote_code": true}')
     (source / "tokenizer_config.json").write_text(json.dumps(auto_map | {"trust_remote_code": True}))
     (source / "tokenizer.model").write_bytes(b"")
     (source / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\nclass Evil: pass\n")
-    done = run("tokenizer", str(source), str(target))
-    assert 1 == done.returncode
-    assert done.stderr.splitlines()[-1].startswith(f"error: the tokenizer of {source} cannot be converted (")
+    said = refusal(capsys, "tokenizer", source, target)
+    assert said.startswith(f"error: the tokenizer of {source} cannot be converted (")
     assert not (tmp_path / "marker").exists()
     assert [] == leftovers(target)

@@ -7,8 +7,10 @@ that Python and torch need anyway. Left out: what the slices hold (`test_weights
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -29,11 +31,11 @@ from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import DenseFormat
 from server.checkpoint import weights
 from server.checkpoint.files import HubError
-from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
+from server.checkpoint.weights import Checkpoint, CheckpointError, ReadAhead, Weights
 from server.loading import LayerCount
 from server.model.load import load as load_model
 from server.model.transformer import Transformer
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import CPU, all_logits, load_engine
 
@@ -92,11 +94,10 @@ def save_bloom(folder: Path, config: BloomConfig) -> None:
 
 @pytest.fixture(scope="module")
 def costs(hundred_megabytes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Shard, torch.dtype], Cost]:
-    """The cost of one rank, of all of 2 and of one of 4, in the checkpoint's dtype, and in one twice as wide."""
+    """The cost of one rank and of one of 2, in the checkpoint's dtype, and of one of 4 in one twice as wide."""
     small = tmp_path_factory.mktemp("small")
     save_bloom(small, BloomConfig(vocab_size=64, hidden_size=64, n_head=8, n_layer=1))
-    shards = [Shard(), Shard(0, 2), Shard(1, 2), Shard(2, 4)]
-    cases = [*((shard, torch.bfloat16) for shard in shards), (Shard(), torch.float32), (Shard(2, 4), torch.float32)]
+    cases = [(Shard(), torch.bfloat16), (Shard(1, 2), torch.bfloat16), (Shard(2, 4), torch.float32)]
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])  # torch is imported once, not for each rank
     with processes.Pool(1, maxtasksperchild=1) as pool:
@@ -197,25 +198,42 @@ def test_several_files_are_one_model(sharded: Path, tiny_bloom: Path) -> None:
     assert torch.equal(all_logits(load_engine(tiny_bloom), prompt), all_logits(load_engine(sharded), prompt))
 
 
-def test_a_file_of_the_index_that_is_absent_is_named(sharded: Path) -> None:
-    path = sharded / "model-00002-of-00003.safetensors"
-    path.unlink()
-    assert f"{path} is missing" in refusal(sharded)
+def without_its_files(index: Path) -> None:
+    entries = json.loads(index.read_text())
+    entries["weight_map"] = {name: file for name, file in entries["weight_map"].items() if "00002" not in file}
+    index.write_text(json.dumps(entries))
 
 
-def test_a_cut_file_is_named(sharded: Path) -> None:
-    path = sharded / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert f"{path} is not a readable safetensors file" in refusal(sharded)
+# What is done to one file of three, and what is said then.
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absent": (Path.unlink, "{path} is missing"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-100]), "{path} is not a readable safetensors file"),
+    "forgotten": (
+        lambda path: without_its_files(path.parent / INDEX),
+        r"tensor \S+ is missing from {first} .and 1 more",
+    ),
+    "a tensor less": (
+        lambda path: rewrite(path, lambda tensors: tensors.pop(tensor_of(path))),
+        r"tensor {tensor} is missing from {first} .and 2 more",
+    ),
+    "a tensor more": (
+        lambda path: rewrite(path, lambda tensors: tensors.update({"transformer.h.0.extra": torch.zeros(1)})),
+        "does not use: transformer.h.0.extra in {path}",
+    ),
+    "misshapen": (
+        lambda path: rewrite(path, lambda tensors: tensors.update({tensor_of(path): torch.zeros(3, 5)})),
+        r"tensor {tensor} in {path} has shape \[3, 5\], but config.json says",
+    ),
+}
 
 
-def test_a_file_that_the_index_forgets_leaves_its_tensors_missing(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if "00002" not in file}
-    (sharded / INDEX).write_text(json.dumps(index))
-    assert re.search(
-        r"tensor \S+ is missing from \S+/model-00001-of-00003\.safetensors \(and 1 more\)", refusal(sharded)
-    )
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_wrong_with_a_file_is_named_with_it(sharded: Path, kind: str) -> None:
+    change, told = BROKEN[kind]
+    path, first = (sharded / f"model-0000{number}-of-00003.safetensors" for number in (2, 1))
+    names = {"path": re.escape(str(path)), "first": re.escape(str(first)), "tensor": re.escape(tensor_of(path))}
+    change(path)
+    assert re.search(told.format(**names), refusal(sharded))
 
 
 @torch.inference_mode()
@@ -227,33 +245,10 @@ def test_an_entry_that_the_index_forgets_is_found_in_its_file(sharded: Path, tin
     assert torch.equal(all_logits(load_engine(tiny_bloom), prompt), all_logits(load_engine(sharded), prompt))
 
 
-def test_a_tensor_that_is_in_no_file_is_named(sharded: Path) -> None:
-    path = sharded / "model-00002-of-00003.safetensors"
-    name = tensor_of(path)
-    rewrite(path, lambda tensors: tensors.pop(name))
-    assert f"tensor {name} is missing from {sharded / 'model-00001-of-00003.safetensors'} (and 2 more)" in refusal(
-        sharded
-    )
-
-
-def test_an_unknown_tensor_is_named_with_its_file(sharded: Path) -> None:
-    path = sharded / "model-00002-of-00003.safetensors"
-    rewrite(path, lambda tensors: tensors.update({"transformer.h.0.extra": torch.zeros(1)}))
-    assert f"does not use: transformer.h.0.extra in {path}" in refusal(sharded)
-
-
-def test_a_misshapen_tensor_is_named_with_its_file(sharded: Path) -> None:
-    path = sharded / "model-00002-of-00003.safetensors"
-    name = tensor_of(path)
-    rewrite(path, lambda tensors: tensors.update({name: torch.zeros(3, 5)}))
-    assert f"tensor {name} in {path} has shape [3, 5], but config.json says" in refusal(sharded)
-
-
 # What the same model may look like
 
 
-@pytest.mark.parametrize("stored", FLOATS, ids=str)
-@pytest.mark.parametrize("wanted", FLOATS, ids=str)
+@pytest.mark.parametrize(("stored", "wanted"), [*itertools.permutations(FLOATS, 2), (FLOATS[2], FLOATS[2])])
 def test_every_dtype_is_converted_to_the_wanted_one(
     tiny_bloom: Path, tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
@@ -328,3 +323,21 @@ def test_each_layer_of_both_stacks_is_told_once(checkpoints: Checkpoints) -> Non
     opened = Weights.open(Checkpoint(folder), family.names, Shard(), torch.float32, CPU)
     load_model(opened, spec, ReferenceBackend(CpuDevice()), report=lambda: told.append(1))
     assert spec.encoder is not None and spec.num_layers + spec.encoder.num_layers == len(told)
+
+
+def test_what_follows_is_asked_for_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes next in a file is asked for once, and nothing else is."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"layer{number}": torch.zeros(1000) for number in range(10)}, path)
+    data = path.stat().st_size - 40_000
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(weights, "AHEAD_BYTES", 12_000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: asked.append((begin - data, size)))
+    reading = ReadAhead()
+    for number in range(4):
+        reading.passed(path, f"layer{number}")
+    assert [(4_000, 12_000), (16_000, 8_000)] == asked  # behind the first; then, half of that having passed, more
+    reading.passed(path, "layer8")
+    assert (36_000, 12_000) == asked[-1]
+    reading.passed(path, "layer0")
+    assert (4_000, 12_000) == asked[-1]

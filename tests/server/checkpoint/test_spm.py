@@ -32,25 +32,18 @@ from server.checkpoint import convert, spm
 from server.checkpoint.files import HubError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+BPE = {"model_type": "bpe", "byte_fallback": True}
+UNIGRAM = {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"}
+WORDS = ["hello", "<x>", "\n"]
 MODELS: dict[str, dict[str, Any]] = {
-    "bpe": {"model_type": "bpe", "byte_fallback": True, **IDENTITY},
-    "bpe without a leading space": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False, **IDENTITY},
-    "bpe without extra spaces": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"},
-    "bpe with pieces of the user": {
-        "model_type": "bpe",
-        "byte_fallback": True,
-        "user_defined_symbols": ["hello", "<x>", "▁▁", "\n", "a b"],
-        **IDENTITY,
-    },
+    "bpe": BPE | IDENTITY,
+    "bpe without a leading space": BPE | IDENTITY | {"add_dummy_prefix": False},
+    "bpe without extra spaces": BPE | {"normalization_rule_name": "identity"},
+    "bpe with pieces of the user": BPE | IDENTITY | {"user_defined_symbols": [*WORDS, "▁▁", "a b"]},
     "bpe with unknowns": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
-    "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
-    "unigram with pieces of the user": {
-        "model_type": "unigram",
-        "byte_fallback": True,
-        "user_defined_symbols": ["hello", "<x>", "\n", "½"],
-        "normalization_rule_name": "nmt_nfkc",
-        "remove_extra_whitespaces": False,
-    },
+    "unigram": UNIGRAM,
+    "unigram with pieces of the user": UNIGRAM
+    | {"byte_fallback": True, "user_defined_symbols": [*WORDS, "½"], "remove_extra_whitespaces": False},
 }
 LETTERS = "abcdefghijklmnopqrstuvwxyzABC0123456789.,;!?-_=<>/{}()"
 PARTS = [
@@ -113,17 +106,23 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 @cache
-def expected_ids(name: str) -> dict[str, list[int]]:
-    """What the sentencepiece library gives for each of a few thousand texts."""
+def expected_ids(name: str, count: int) -> dict[str, list[int]]:
+    """What the sentencepiece library gives for each of so many texts."""
     model = reference(trained(name))
-    return {text: model.encode(text) for text in texts(3000, seed=1)}
+    return {text: model.encode(text) for text in texts(count, seed=1)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_ids_and_texts_are_those_of_sentencepiece(name: str) -> None:
+COUNTS = [400, pytest.param(3000, marks=pytest.mark.formats)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.formats] if name == "unigram" else []) for name in MODELS]
+)
+def test_ids_and_texts_are_those_of_sentencepiece(name: str, count: int) -> None:
     expected, tokenizer = reference(trained(name)), converted(name)
     lone = MODELS[name].get("user_defined_symbols", [])
-    for text, token_ids in expected_ids(name).items():
+    for text, token_ids in expected_ids(name, count).items():
         if text in lone:
             continue  # the one known difference: see below
         assert token_ids == ids(tokenizer, text), ascii(text)
@@ -193,19 +192,20 @@ LIBRARIES: dict[str, Callable[[Path], Tokenizer]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_library_gives_the_ids_of_sentencepiece(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where this fails, a library has come closer and may take the place of spm.py. `pytest -rP` shows the counts."""
     monkeypatch.setitem(sys.modules, "sentencepiece_model_pb2", pb)  # what from_spm imports
     monkeypatch.setattr(sys, "path", [*sys.path])  # what from_spm changes
-    differing = {name: count_of_other_ids(LIBRARIES[library], name, tmp_path) for name in MODELS}
+    differing = {name: count_of_other_ids(LIBRARIES[library], name, tmp_path, count) for name in MODELS}
     print(library, differing)
-    assert sum(number is None or number > 1000 for number in differing.values()) >= 4, differing
+    assert sum(number is None or number > count / 3 for number in differing.values()) >= 4, differing
 
 
-def count_of_other_ids(make: Callable[[Path], Tokenizer], name: str, folder: Path) -> int | None:
+def count_of_other_ids(make: Callable[[Path], Tokenizer], name: str, folder: Path, count: int) -> int | None:
     """For how many texts the ids are not those of sentencepiece; None where no tokenizer can be made."""
     path = folder / "tokenizer.model"
     path.write_bytes(trained(name))
@@ -214,19 +214,21 @@ def count_of_other_ids(make: Callable[[Path], Tokenizer], name: str, folder: Pat
     except Exception as error:  # from_spm raises nothing finer
         print(f"{name}: {error}")
         return None
-    return sum(token_ids != ids(tokenizer, text) for text, token_ids in expected_ids(name).items())
+    return sum(token_ids != ids(tokenizer, text) for text, token_ids in expected_ids(name, count).items())
 
 
 # Normalizers
 
 
 def test_nearly_every_entry_of_the_table_is_replaced_as_sentencepiece_does() -> None:
+    """Of one in seven: making the steps goes through all of them."""
     model = spm.parse(trained("unigram"))
     table = spm.read_charsmap(model.normalizer_spec.precompiled_charsmap)
     assert len(table) > 200_000
     rule = normalizers.Sequence(spm.charsmap_steps(model.normalizer_spec.precompiled_charsmap))
-    wrong = [key for key, value in table.items() if rule.normalize_str(key) != value]
-    assert len(wrong) < len(table) / 500
+    looked_at = dict(itertools.islice(table.items(), 0, None, 7))
+    wrong = [key for key, value in looked_at.items() if rule.normalize_str(key) != value]
+    assert len(wrong) < len(looked_at) / 500
     assert [] == [key for key in wrong if len(key) == 1]
 
 
@@ -236,7 +238,7 @@ def test_table_read_is_what_sentencepiece_applies() -> None:
     rule = sentencepiece.SentencePieceNormalizer(
         rule_name="nmt_nfkc", add_dummy_prefix=False, escape_whitespaces=False, remove_extra_whitespaces=False
     )
-    assert [] == [key for key, value in itertools.islice(table.items(), 0, None, 20) if rule.normalize(key) != value]
+    assert [] == [key for key, value in itertools.islice(table.items(), 0, None, 200) if rule.normalize(key) != value]
 
 
 @pytest.mark.parametrize("damage", ["empty size", "cut", "circular"])
@@ -256,11 +258,7 @@ def test_damaged_table_is_refused(damage: str) -> None:
 def made(pieces: Mapping[str, float], byte_fallback: bool = False) -> bytes:
     """A BPE model with these pieces, and no rules for spaces."""
     model = pb.ModelProto()
-    for text, kind in (
-        ("<unk>", spm.UNKNOWN),
-        ("<s>", spm.CONTROL),
-        ("</s>", spm.CONTROL),
-    ):
+    for text, kind in (("<unk>", spm.UNKNOWN), ("<s>", spm.CONTROL), ("</s>", spm.CONTROL)):
         model.pieces.add(piece=text, score=0.0, type=kind)
     for byte in range(256 if byte_fallback else 0):
         model.pieces.add(piece=f"<0x{byte:02X}>", score=0.0, type=6)
@@ -274,7 +272,7 @@ def made(pieces: Mapping[str, float], byte_fallback: bool = False) -> bytes:
     return bytes(model.SerializeToString())
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_merges_of_any_pieces_agree_on_every_short_text(seed: int) -> None:
     choose = random.Random(seed)
     longer = ["".join(letters) for n in (2, 3, 4, 5) for letters in itertools.product("ab", repeat=n)]

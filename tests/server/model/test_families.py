@@ -1,7 +1,11 @@
-"""Parity, incremental and invariance for every family, float32 on a CPU; `test_tensor_parallel.py` has the fourth."""
+"""Parity, incremental and invariance for every family, float32 on a CPU; `test_tensor_parallel.py` has the fourth.
+
+Families have the reference backend and the compiled kernels by turns.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,21 +13,35 @@ import torch
 
 from server.arch.families import FAMILIES
 from server.arch.spec import validate
+from server.stepping.engine import Engine
+from tests.combinations import by_turns
 from tests.server import published, tiny
-from tests.server.checkpoints import CASES, Checkpoints
+from tests.server.checkpoints import CASES, Checkpoints, Oracle
 from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
 
 PROMPT = [int(i) for i in torch.randint(4, 103, (64,), generator=torch.Generator().manual_seed(0))]
 NEW_TOKENS = 32
+LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
+WAYS = ("reference", "kernels")
 ENCODER_DECODERS = ("t5", "t5-gated", "mt5")  # whose prompts are encoded whole and shared with no one
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture
+def load_case(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> LoadCase:
+    """A case's engine in one of the ways, and its oracle."""
+
+    def load(case: str, way: str) -> tuple[Engine, Oracle]:
+        folder, oracle = checkpoints(case)
+        return load_engine(folder, kernels=request.getfixturevalue("kernels") if way == "kernels" else None), oracle
+
+    return load
+
+
+@pytest.mark.parametrize(("case", "way"), by_turns(CASES, WAYS))
 @torch.inference_mode()
-def test_logits_equal_the_oracle(checkpoints: Checkpoints, case: str) -> None:
-    folder, oracle = checkpoints(case)
-    engine = load_engine(folder)
-    (done,) = generate(engine, [Prompt(PROMPT, max_new_tokens=NEW_TOKENS)])
+def test_logits_equal_the_oracle(load_case: LoadCase, case: str, way: str) -> None:
+    engine, oracle = load_case(case, way)
+    (done,) = generate(engine, [Prompt(PROMPT, max_new_tokens=NEW_TOKENS, chunk=23)])
     expected = oracle(PROMPT, done.tokens)
     torch.testing.assert_close(expected, all_logits(engine, PROMPT, done.tokens), atol=1e-4, rtol=0)
     # And step by step: every token was the oracle's first choice, with the oracle's log-probability.
@@ -32,10 +50,9 @@ def test_logits_equal_the_oracle(checkpoints: Checkpoints, case: str) -> None:
     torch.testing.assert_close(decoded.max(-1).values, torch.tensor(done.logprobs), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_chunks_and_neighbours_do_not_change_the_tokens(checkpoints: Checkpoints, case: str) -> None:
-    folder, _ = checkpoints(case)
-    engine = load_engine(folder)
+@pytest.mark.parametrize(("case", "way"), by_turns(CASES, WAYS[::-1]))
+def test_chunks_and_neighbours_do_not_change_the_tokens(load_case: LoadCase, case: str, way: str) -> None:
+    engine, _ = load_case(case, way)
     prompts = [
         Prompt(PROMPT[:length], max_new_tokens=12, joins_at=i % 5, chunk=(1000, 1, 7, 16)[i % 4],
                sampling=sampled(i) if i % 2 and engine.model.spec.vocab_size < 1000 else GREEDY)
@@ -47,10 +64,9 @@ def test_chunks_and_neighbours_do_not_change_the_tokens(checkpoints: Checkpoints
         assert generate(engine, [fresh])[0].tokens == crowded.tokens
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ENCODER_DECODERS])
-def test_a_prefix_in_the_cache_is_as_good_as_computed(checkpoints: Checkpoints, case: str) -> None:
-    folder, _ = checkpoints(case)
-    engine = load_engine(folder)
+@pytest.mark.parametrize(("case", "way"), by_turns([case for case in CASES if case not in ENCODER_DECODERS], WAYS))
+def test_a_prefix_in_the_cache_is_as_good_as_computed(load_case: LoadCase, case: str, way: str) -> None:
+    engine, _ = load_case(case, way)
     whole = PROMPT[:48] + PROMPT[:9]
     (expected,) = generate(engine, [Prompt(whole, max_new_tokens=12)])
     first, hit = Prompt(PROMPT, max_new_tokens=12), Prompt(whole, max_new_tokens=12, joins_at=3, cached=(0, 48))

@@ -28,7 +28,7 @@ from server.pb import generate_pb2 as pb
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine
 from tests.cpu_kernels import asked
-from tests.server.checkpoints import CASES, Checkpoints
+from tests.server.checkpoints import CASES, VARIED, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Prompt, generate, load_engine
 from tests.server.offload.streaming import offloaded, spec_of, streaming
@@ -36,8 +36,6 @@ from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 
 SIZES = {"total_tokens": 64, "warms_up": False}
-# Between them: ALiBi, learned and rotated positions, windows in some layers, one kv head, experts, an encoder, biases.
-VARIED = ("bloom", "opt", "falcon-7b", "gemma3_text", "mixtral", "t5")
 SHARES = [("0%", 1), ("50%", 1), ("50%", 64 << 20)]  # on the device, and of an area: all sequences at once or a few
 
 
@@ -375,7 +373,7 @@ def test_the_settings_are_what_the_engine_does(tmp_path: Path, kernels: Kernels)
     config = shard_config(tmp_path, device="cpu", kv_on_device="50%", offload_dir=str(tmp_path))
     with ExitStack() as stack:
         engine, _ = loading.load(config)
-        stack.callback(loading.distributed.disconnect)
+        stack.callback(loading.collectives.disconnect)
         stack.callback(engine.release)
         engine.allocate(20 * BLOCK_SIZE, total_tokens=64)
         assert "10 on the device, 10 in --offload-dir" in engine.kv_placement.offloaded

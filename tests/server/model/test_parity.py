@@ -16,7 +16,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Attention, Scores
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.attention import ReferenceAttention
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import PACKED, all_logits, load_engine
 

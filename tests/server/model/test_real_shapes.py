@@ -1,17 +1,18 @@
 """The real sizes of published checkpoints, loaded by every rank on the meta device: no weights, no bytes.
 
-`real_shapes/*.json` hold a checkpoint's config.json as published and the names and shapes of its tensors, `{i}` for the
-layer and `{e}` for the expert (`make_real_shapes.py` writes them). A rank alone, and every rank of the largest world
-size that the model allows, load through the same code as in production; only the files are replaced, and those remember
-which part of which tensor was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks
-cover each tensor once, and what a rank would read. Left out: contents (`test_families.py`), encoder-decoder models.
-"""
+`real_shapes/*.json` hold a checkpoint's config.json as published, how many parameters its model card names, and the
+names and shapes of its tensors as the headers of its files have them, `{i}` for the layer and `{e}` for the expert;
+what is stored and never used is apart. A rank alone, and every rank of the largest world size that the model allows,
+load through the same code as in production; only the files are replaced, and those remember which part of which tensor
+was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover each tensor once, and
+what a rank would read. Left out: contents (`test_families.py`)."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,13 +47,14 @@ from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, CheckpointError, ReadAhead, Weights
 from server.layers.position import Rotary
 from server.model.load import load as load_model
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from tests.running import ROOT
 
 FOLDER = Path(__file__).parent / "real_shapes"
 BENCHMARKED = ROOT / "benchmark" / "cost" / "shapes"
 META, DTYPE = torch.device("meta"), torch.bfloat16
-MOST_TENSORS = 2000
+MOST_TENSORS = 150  # that are loaded of a checkpoint: its first layers, some of them with numbers of two digits
+NUMS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")  # in configs
 Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]  # half-open, one for each dimension
 
@@ -119,14 +121,13 @@ class Published:
     unused: dict[str, Shape]
 
     @classmethod
-    def read(cls, name: str, most_tensors: float = math.inf) -> Published:
+    def read(cls, name: str, most_tensors: int = sys.maxsize) -> Published:
         """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
         per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{i}" in pattern)
-        layers = range(int(min(fixture["layers"], most_tensors // per_layer)))
-        if len(layers) < fixture["layers"]:
-            fixture["config"]["num_hidden_layers"] = len(layers)
+        layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
+        fixture["config"] |= {key: len(layers) for key in NUMS_LAYERS if key in fixture["config"]}
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
@@ -192,7 +193,7 @@ def whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.checkpoint.weights.PIECE_BYTES", 1 << 62)
 
 
-def find(name: str, most_tensors: float = math.inf) -> tuple[Published, Family, ArchSpec]:
+def find(name: str, most_tensors: int = sys.maxsize) -> tuple[Published, Family, ArchSpec]:
     published = Published.read(name, most_tensors)
     return published, *families.find(published.config)
 
@@ -242,8 +243,11 @@ def allowed_bytes(published: Published, spec: ArchSpec, world_size: int) -> floa
     return 1.05 * DTYPE.itemsize * (split / world_size + replicated)
 
 
-def test_every_fixture_is_expected() -> None:
+def test_every_fixture_is_expected_and_has_as_many_parameters_as_published() -> None:
     assert set(EXPECTED) == {path.stem for path in FOLDER.glob("*.json")}
+    for name in EXPECTED:
+        parameters = json.loads((FOLDER / f"{name}.json").read_text())["parameters"]
+        assert parameters == sum(math.prod(shape) for shape in Published.read(name).used.values()), name
 
 
 @pytest.mark.parametrize(
@@ -251,8 +255,7 @@ def test_every_fixture_is_expected() -> None:
     sorted({(name, n) for name, expected in EXPECTED.items() for n in (1, expected.world_sizes[-1])}),
 )
 def test_all_ranks_together_read_every_tensor_once(name: str, world_size: int) -> None:
-    # One rank reads all that there is; the 18,432 expert matrices of Qwen3-30B-A3B would take eight ranks ten seconds.
-    published, family, spec = find(name, MOST_TENSORS if world_size > 1 else math.inf)
+    published, family, spec = find(name, MOST_TENSORS)
     ranks = [load(published.shapes, family, spec, Shard(rank, world_size)) for rank in range(world_size)]
     for tensor, shape in published.used.items():
         regions = [rank.tensors[tensor].regions for rank in ranks]
@@ -316,7 +319,7 @@ def test_benchmarked_shapes_start_up_at_every_world_size(path: Path) -> None:
         checkpoint = RandomCheckpoint(DTYPE)
     for world_size in SHARD_COUNTS:
         validate(spec, world_size)
-        start_up(checkpoint, family, spec, Shard(world_size - 1, world_size))
+    start_up(checkpoint, family, spec, Shard(world_size - 1, world_size))
     published = {"mistral-7b": "mistral-7b-v0.1"}.get(path.stem, path.stem)
     assert published not in EXPECTED or spec == find(published)[2]
 
@@ -337,7 +340,7 @@ def test_every_prefix_that_a_family_knows_fits_its_real_names(name: str) -> None
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "mixtral-8x7b"])
 def test_a_tensor_more_or_less_is_noticed(name: str) -> None:
-    published, family, spec = find(name)
+    published, family, spec = find(name, MOST_TENSORS)
     known = list(published.used)[len(published.used) // 2]
     with pytest.raises(CheckpointError, match=f"tensor {re.escape(known)} is missing"):
         load({n: s for n, s in published.used.items() if n != known}, family, spec, Shard())

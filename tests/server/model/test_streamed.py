@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.arch import families
 from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.device import map_pages
@@ -30,10 +28,11 @@ from server.offload.disk_store import DiskError, DiskStore
 from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import HostStore, StagedStore
-from server.ranks.distributed import Shard
-from tests.server.checkpoints import CASES, Checkpoints
+from server.ranks.collectives import Shard
+from tests.combinations import by_turns
+from tests.server.checkpoints import CASES, VARIED, Checkpoints
 from tests.server.driver import generate, load_engine
-from tests.server.offload.streaming import LinkedDevice, streaming, weight_file
+from tests.server.offload.streaming import LinkedDevice, spec_of, streaming, weight_file
 from tests.server.offload.test_cost import SmallDevice
 from tests.server.ranks import tensor_parallel
 
@@ -55,18 +54,20 @@ def resident_tokens(folder: Path, **settings: object) -> list[list[int]]:
     return [prompt.tokens for prompt in generate(engine, tensor_parallel.prompts())]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_family_streams(checkpoints: Checkpoints, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "on_device"),
+    [
+        *by_turns(VARIED, ("0%", "50%")),
+        *(pytest.param(*both, marks=pytest.mark.offload) for both in by_turns(CASES, ("50%", "0%"))),
+    ],
+)
+def test_every_family_streams(checkpoints: Checkpoints, tmp_path: Path, case: str, on_device: str) -> None:
     folder, _ = checkpoints(case)
-    expected = resident_tokens(folder)
-    for on_device in ("0%", "50%"):
-        found, streamed = tokens(folder, tmp_path, on_device)
-        assert expected == found, on_device
-        assert streamed > 0
+    found, streamed = tokens(folder, tmp_path, on_device)
+    assert resident_tokens(folder) == found and streamed > 0
 
 
-@pytest.mark.parametrize("case", ["bloom", "mixtral", "t5"])
-@pytest.mark.parametrize("quantise", [None, *STORED])
+@pytest.mark.parametrize(("case", "quantise"), by_turns(("bloom", "mixtral", "t5", "mixtral"), [None, *STORED]))
 def test_every_kind_of_panel_streams(
     checkpoints: Checkpoints, tmp_path: Path, kernels: Kernels, case: str, quantise: str | None
 ) -> None:
@@ -93,19 +94,7 @@ def offloading(folder: Path, on_host: str, disk: Path) -> ShardConfig:
 @pytest.mark.parametrize("on_host", ["100%", "40%", "0%"])
 def test_weights_reach_a_device_with_memory_of_its_own(checkpoints: Checkpoints, tmp_path: Path, on_host: str) -> None:
     folder, _ = checkpoints("llama")
-    config = ShardConfig(
-        str(folder),
-        str(folder),
-        0,
-        1,
-        "",
-        "",
-        weights_on_device="0%",
-        weights_on_host=on_host,
-        offload_dir=str(tmp_path),
-    )
-    _, spec = families.find(json.loads((folder / "config.json").read_text()))
-    placement = choose_placement(config, spec, LinkedDevice())
+    placement = choose_placement(offloading(folder, on_host, tmp_path), spec_of(folder), LinkedDevice())
     assert isinstance(placement, Streaming)
     engine = load_engine(folder, placement=placement, tokens=1024, warms_up=False)
     assert resident_tokens(folder) == [prompt.tokens for prompt in generate(engine, tensor_parallel.prompts())]
@@ -133,7 +122,7 @@ def test_auto_streams_what_does_not_fit_and_says_so(checkpoints: Checkpoints, tm
 def test_auto_leaves_all_where_all_fits(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, _ = checkpoints("llama")
     config = replace(offloading(folder, None, tmp_path), weights_on_device="auto", max_sequences=2, max_total_tokens=64)
-    _, spec = families.find(json.loads((folder / "config.json").read_text()))
+    spec = spec_of(folder)
     auto = automatic(config, spec, ReferenceBackend(CpuDevice()), torch.float32, Shard(), 1024)
     placement = choose_placement(config, spec, CpuDevice(), auto)
     assert isinstance(placement, Streaming)
@@ -157,10 +146,8 @@ def test_reads_and_layers_are_noted(checkpoints: Checkpoints, tmp_path: Path) ->
 
 def test_a_cpu_has_no_host_beside_it(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, _ = checkpoints("llama")
-    _, spec = families.find(json.loads((folder / "config.json").read_text()))
-    config = offloading(folder, "5GB", tmp_path)
     with pytest.raises(ValueError, match="--weights-on-host is for GPUs: a CPU's memory is the device's"):
-        choose_placement(config, spec, CpuDevice())
+        choose_placement(offloading(folder, "5GB", tmp_path), spec_of(folder), CpuDevice())
 
 
 def test_a_share_is_spread_over_the_layers(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -271,10 +258,11 @@ def test_a_file_that_is_closed_twice_closes_nobody_elses(tmp_path: Path) -> None
         os.close(unused)
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+def full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
 
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_store.os, "pwritev", full)
     file = weight_file(tmp_path)
     with pytest.raises(
@@ -288,9 +276,6 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_full_disk_says_how_much_goes_there(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
     folder, _ = checkpoints("llama")
     monkeypatch.setattr(disk_store.os, "pwritev", full)
     with streaming(folder, "0%", tmp_path) as placement, pytest.raises(DiskError, match=r"; about 0\.00 GB go there"):

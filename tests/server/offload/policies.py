@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.cost import shapes
-from benchmark.cost.offloading import percent, shares_of, sizes_of
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE
+from benchmark.engine.jobs import percent, shares_of, sizes_of
 from benchmark.engine.schedules import SCHEDULES
 from tests.running import ROOT
 
@@ -65,10 +65,7 @@ class Workload:
         ]  # fmt: skip
 
 
-WORKLOADS = (
-    Workload("opt-8x768", OPT, 16, 32, 4, 16, 2, 90),
-    Workload("llama-8x1024", LLAMA, 16, 32, 4, 16, 2, 130),
-)
+WORKLOADS = (Workload("opt-8x768", OPT, 16, 32, 4, 16, 2, 90), Workload("llama-8x1024", LLAMA, 16, 32, 4, 16, 2, 130))
 Drawn = tuple[str, int, float]  # schedule, batches of a block, share
 
 

@@ -48,12 +48,7 @@ def streaming(model: Path, on_device: str, folder: Path) -> Iterator[Streaming]:
 
 @contextmanager
 def offloaded(
-    model: Path,
-    on_device: str,
-    folder: Path,
-    *,
-    stage_bytes: int = STAGE_BYTES,
-    places: list[Place] | None = None,
+    model: Path, on_device: str, folder: Path, *, stage_bytes: int = STAGE_BYTES, places: list[Place] | None = None
 ) -> Iterator[OffloadedKv]:
     """Where the KV blocks of the model in a folder are kept, while it is served. places: by default a file."""
     spec = spec_of(model)

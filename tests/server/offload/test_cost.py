@@ -17,15 +17,14 @@ from server.arch import families
 from server.arch.footprint import expert_sizes, layer_sizes, window_shares
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
-from server.checkpoint.quantisation import IN_FLIGHT as IN_FLIGHT_QUANTISERS
+from server.checkpoint.formats import IN_FLIGHT as IN_FLIGHT_QUANTISERS
 from server.offload.auto import Auto, Wanted, link_rate, product_rates, rates_of
-from server.offload.cost import Rates, Room, Sizes, StepCost, choose
+from server.offload.cost import MOST_SPANS, Rates, Room, Sizes, Span, StepCost, Times, busy_seconds, choose
 from server.offload.share import ALL, Share
 from server.offload.stores import Memory, Run
-from server.offload.times import MOST_SPANS, Span, Times, busy_seconds
-from server.quant.noise import Kind, noise
-from server.quant.sizes import IN_FLIGHT
-from server.quant.stored import Stored
+from server.quantisation.random_weight import Kind, noise
+from server.quantisation.sizes import IN_FLIGHT
+from server.quantisation.stored import Stored
 from tests.server.offload.streaming import weight_file
 
 MB = 10**6

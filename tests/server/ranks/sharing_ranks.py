@@ -24,11 +24,11 @@ from torch import Tensor
 from server import backends
 from server.backends import Backend
 from server.backends.cpu.device import CpuDevice
-from server.backends.protocol import Computation, GraphCapture
-from server.ranks.distributed import Shard, connect, disconnect
+from server.backends.protocol import GraphCapture
+from server.ranks.collectives import Shard, connect, disconnect
 from server.ranks.host_sums import HostCollectives
 from tests.running import ROOT
-from tests.server.driver import CPU, Prompt, generate, load_engine
+from tests.server.driver import CPU, Prompt, Repeating, generate, load_engine
 from tests.server.ranks.tensor_parallel import prompts
 
 TIMEOUT = 300  # seconds: of ranks of a tiny model, each of which compiles some kernels
@@ -48,27 +48,17 @@ class AtOnce:
         """Nothing is left to do."""
 
 
-class Repeating:
-    """Captures by running the computation itself again."""
-
-    sizes = (2, 5, 8)
-    prompt_tokens = (16,)
-    computes = False
-
-    def __call__(self, function: Computation) -> Computation:
-        function()
-        return function
-
-
 def interpreted(rank: int, world_size: int, rendezvous: str) -> tuple[Shard, Backend]:
     """A rank and the backend of GPUs, on a CPU."""
     from server.backends.cuda.backend import CudaBackend
 
     class Interpreted(CudaBackend):
-        """Captured without a GPU."""
+        """Captured without a GPU, in few forms: each takes seconds to interpret."""
 
         def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
-            return Repeating()
+            capture = Repeating()
+            capture.sizes, capture.prompt_tokens = (2,), ()
+            return capture
 
     torch.set_num_threads(1)
     shard = connect(rank, world_size, rendezvous, CPU, "host")

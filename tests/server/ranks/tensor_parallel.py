@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from server.ranks.distributed import Shard, connect, disconnect
+from server.ranks.collectives import Shard, connect, disconnect
 from tests.server.driver import CPU, GREEDY, Prompt, generate, greedy, load_engine, sampled
 from tests.server.offload.streaming import offloaded, streaming
 

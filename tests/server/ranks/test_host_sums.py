@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.ranks.distributed import PeerLost, Shard
+from server.ranks.collectives import PeerLost, Shard
 from server.ranks.host_sums import HostCollectives, Operation
 from tests.server.backends.cuda.test_triton import needs_triton
 from tests.server.driver import generate, load_engine
@@ -18,7 +18,7 @@ from tests.server.tiny import save_tiny
 
 
 @needs_triton
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.kernels)])
 def test_ranks_with_interpreted_kernels_choose_the_tokens_of_one(world_size: int, tmp_path: Path) -> None:
     save_tiny("bloom", tmp_path, n_layer=1)
     engine = load_engine(tmp_path, tokens=1024, total_tokens=64, warms_up=False)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from server.ranks import distributed
-from server.ranks.distributed import Shard, TorchMemory, connect
+from server.ranks import collectives
+from server.ranks.collectives import Shard, TorchMemory, connect
 from server.ranks.symmetric import MOST_BYTES, SymmetricSum, join
 from tests.server.driver import CPU
 
@@ -163,7 +163,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process group that needs no second process."""
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(distributed, "_set_pg_timeout", lambda timeout: None)
+    monkeypatch.setattr(collectives, "_set_pg_timeout", lambda timeout: None)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_setting_decides_and_a_line_says_why(
         assert answer is not None, "nobody should ask"
         return answer
 
-    monkeypatch.setattr(distributed, "_join_symmetric", ask)
+    monkeypatch.setattr(collectives, "_join_symmetric", ask)
     with caplog.at_level(logging.INFO):
         shard = connect(0, 2, "", device, wish)
     assert has_sums == (shard.small_sums is not None)
@@ -198,14 +198,14 @@ def test_the_setting_decides_and_a_line_says_why(
 
 
 def test_asking_for_what_is_not_possible_is_refused(grouped: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_join_symmetric", lambda shard, device: "rank 1: GPU 1 is blind")
+    monkeypatch.setattr(collectives, "_join_symmetric", lambda shard, device: "rank 1: GPU 1 is blind")
     with pytest.raises(ValueError, match=r"not possible \(rank 1: GPU 1 is blind\): use --all-reduce auto"):
         connect(0, 2, "", GPU, "symmetric")
 
 
 def test_what_keeps_a_rank_from_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     def why() -> str | None:
-        return distributed._why_not_symmetric(Shard(0, 4), GPU)
+        return collectives._why_not_symmetric(Shard(0, 4), GPU)
 
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: asked.append(peer) or peer != 2)
@@ -217,7 +217,7 @@ def test_what_keeps_a_rank_from_it_is_known_beforehand(monkeypatch: pytest.Monke
     assert "no one-shot all-reduce" in str(why())
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in str(why())
-    assert "CPUs" in str(distributed._why_not_symmetric(Shard(0, 2), CPU))
+    assert "CPUs" in str(collectives._why_not_symmetric(Shard(0, 2), CPU))
 
 
 def test_the_operator_is_torchs_and_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_the_operator_is_torchs_and_takes_what_it_is_given(monkeypatch: pytest.M
     assert f"({expected})" in str(torch.ops.symm_mem.one_shot_all_reduce_copy_out.default._schema)
     called: list[tuple[Any, ...]] = []
     monkeypatch.setattr(TorchMemory, "one_shot", staticmethod(lambda: lambda *given: called.append(given)))
-    monkeypatch.setattr(distributed, "_group", lambda: SimpleNamespace(group_name="the group"))
+    monkeypatch.setattr(collectives, "_group", lambda: SimpleNamespace(group_name="the group"))
     buffer, tensor = torch.empty(4), torch.ones(4)
     TorchMemory(GPU).sum(buffer, tensor)
     assert [(buffer, tensor, "sum", "the group", tensor)] == called

@@ -18,27 +18,22 @@ from server.arch.spec import ArchSpec
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.device import CaptureFailed
 from server.backends.protocol import Computation, GraphCapture
-from server.ranks.distributed import connect, disconnect
+from server.ranks.collectives import connect, disconnect
 from server.stepping.warmup import _captured
 from tests.cpu_kernels import load
-from tests.server.driver import CPU, generate, load_engine
+from tests.server.driver import CPU, Repeating, generate, load_engine
 from tests.server.ranks.tensor_parallel import prompts
 
 
-class Uneven:
-    """Captures by running the computation itself again, but not on rank 1, which is short of memory for one size."""
-
-    sizes = (2, 5, 8)
-    prompt_tokens = (16,)
-    computes = False
+class Uneven(Repeating):
+    """Captures, but not on rank 1, which is short of memory for one size."""
 
     def __init__(self, rank: int):
+        super().__init__()
         self.rank = rank
-        self.captured = 0
 
     def __call__(self, function: Computation) -> Computation:
-        function()
-        self.captured += 1
+        super().__call__(function)
         if self.rank == 1 and self.captured % 2:
             raise CaptureFailed("OutOfMemoryError: no memory for this graph")
         return function

@@ -10,7 +10,7 @@ import torch
 from router.requests import validation
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.logit_rules import MOST_WORD_TOKENS, RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary

@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -27,33 +26,12 @@ from server.stepping.batch import Tables
 from server.stepping.engine import Engine
 from server.stepping.graphs import DecodeGraph
 from server.stepping.sequences import StepError, StepRuns
+from tests.combinations import by_turns
 from tests.running import ROOT
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
-from tests.server.driver import GREEDY, Prompt, generate, load_engine, sampled
+from tests.server.driver import GREEDY, Prompt, Repeating, generate, load_engine, sampled
 from tests.server.model.test_families import PROMPT
-
-
-class Repeating:
-    """Captures by running the computation itself again: a device that fills batches up to a few sizes."""
-
-    sizes: tuple[int, ...] = (2, 5, 8)
-    prompt_tokens = (16, 48)
-    computes = False
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replayed: Counter[int] = Counter()
-
-    def __call__(self, function: Computation) -> Computation:
-        number, self.captured = self.captured, self.captured + 1
-        function()
-
-        def replay() -> tuple[Tensor, ...]:
-            self.replayed[number] += 1
-            return function()
-
-        return replay
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -77,8 +55,7 @@ def results(done: Sequence[Prompt]) -> list[tuple[list[int], list[float], list[l
     return [(p.tokens, p.logprobs, p.top_ids) for p in done]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, (torch.float32, torch.bfloat16)))
 def test_every_family_gives_the_same_captured(
     checkpoints: Checkpoints, kernels: Kernels, case: str, dtype: torch.dtype
 ) -> None:
@@ -235,11 +212,7 @@ def norm_of(kernels: Kernels) -> KernelNorm:
 
 @pytest.mark.parametrize(
     ("compute", "name"),
-    [
-        (lambda x: x.nonzero(), "nonzero"),
-        (lambda x: x[x > 0], "index"),
-        (lambda x: x * x.sum().item(), "item"),
-    ],
+    [(lambda x: x.nonzero(), "nonzero"), (lambda x: x[x > 0], "index"), (lambda x: x * x.sum().item(), "item")],
 )
 def test_what_depends_on_values_is_refused(kernels: Kernels, compute: Computation, name: str) -> None:
     capture = CpuGraphCapture(kernels)

@@ -14,7 +14,7 @@ from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits
 from server.pb import generate_pb2 as pb
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.engine import Engine
 from server.stepping.logit_rules import Allowed, Masks, TokenBiases
 from server.stepping.sampling import Sampler, TokenChoice, Watermark

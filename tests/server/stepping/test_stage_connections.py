@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.ranks.distributed import PeerLost
+from server.ranks.collectives import PeerLost
 from server.stepping import pipeline
 from server.stepping.pipeline import HEADER, HELLO, MAGIC, StageConnections, connect_stages
 

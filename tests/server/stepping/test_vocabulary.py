@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor
 
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.linear import DenseFormat
 from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.layers.embedding import Head
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.logit_rules import History, RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
@@ -97,11 +95,6 @@ def on_ranks(
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(rank, range(world_size))), meeting.elements
-
-
-@pytest.fixture(params=["stock", "kernels"])
-def make_logits(request: pytest.FixtureRequest) -> Callable[[], Logits]:
-    return StockLogits if request.param == "stock" else partial(KernelLogits, request.getfixturevalue("kernels"))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -6,35 +6,23 @@ stream it comes three times. Left out: events of streams (`streams.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from orjson import JSONEncodeError, dumps
 from typing_extensions import TypedDict
 
 from router.apis.openai import answers
 from router.apis.openai.answers import ErrorAnswer
 from router.apis.openai.logprobs import Scoring, ShownTokenLogprob, shown_tokens
-from router.apis.openai.responses.requests import Reasoning, ResponsesRequest, TextConfig
-from router.chat.pieces import CountingReader, Kind, Part, parts_of
+from router.chat.pieces import AnswerReader, CountingReader, Kind, Part, parts_of
 from router.errors import RouterError
-from router.requests.samples import Answer
+from router.requests.generation import Answer
 from router.scheduling.request import Entry
 from router.text.generated import FinishReason
 
 NOT_STORED = "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"
-TOOL: Mapping[str, Any] = {
-    "description": None,
-    "parameters": None,
-    "strict": None,
-}  # which every function has in an answer
-MOST_ECHOED = 16_384  # bytes of a field of the body that are told again
-PREFIXES: dict[Kind, str] = {
-    "text": "msg",
-    "reasoning": "rs",
-    "call": "fc",
-}  # of ids, by the kind of part that an item is
+PREFIXES: dict[Kind, str] = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of ids, by the kind of an item's part
 # What parameters are called in OpenAI's other APIs, and here.
 NAMES = {
     "`max_tokens`": "`max_output_tokens`",
@@ -43,7 +31,6 @@ NAMES = {
 }
 Status = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal[Status, "failed"]
-T = TypeVar("T")
 
 
 class OutputText(TypedDict):
@@ -234,36 +221,6 @@ class Head:
         return f"{PREFIXES[kind]}_{self.number}_{index}"
 
 
-def echo_of(body: ResponsesRequest) -> Echoed:
-    """What an answer repeats of its request."""
-    reasoning, text = body.reasoning or Reasoning(), body.text or TextConfig()
-    return {
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "instructions": _if_short(body.instructions),
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "presence_penalty": body.presence_penalty or 0.0,
-        "prompt_cache_key": _if_short(body.prompt_cache_key),
-        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-        "safety_identifier": _if_short(body.safety_identifier),
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": _if_short(text.format or {}) or {"type": "text"}},
-        "tool_choice": _if_short(body.tool_choice) or "auto",
-        "tools": [{**TOOL, **tool} for tool in _if_short(body.tools) or []],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-    }
-
-
-def _if_short(value: T) -> T | None:
-    try:
-        return value if len(dumps(value)) <= MOST_ECHOED else None
-    except JSONEncodeError:  # it has a number of more than 64 bits
-        return None
-
-
 def usage(entry: Entry, num_generated: int, num_reasoning: int) -> ResponseUsage:
     """Counts of tokens."""
     prompt = entry.request.input_length
@@ -282,9 +239,10 @@ def status_of(reason: FinishReason) -> Status:
 
 
 def response(
-    head: Head, answer: Answer, entry: Entry, reader: CountingReader, scoring: Scoring | None
+    head: Head, scoring: Scoring | None, answer: Answer, entry: Entry, its_reader: AnswerReader
 ) -> ResponseAnswer:
     """The whole answer of `/v1/responses`. scoring: of one that is text alone."""
+    reader = CountingReader(its_reader)
     pieces = [piece for token in answer.tokens for piece in reader.feed(token.text)]
     parts = parts_of([*pieces, *reader.end()])
     status = status_of(answer.finished.reason)

@@ -17,8 +17,19 @@ from typing_extensions import TypedDict
 from router.apis.openai.logprobs import Scoring, ShownToken, ShownTokenLogprob, ShownTokens, text_of
 from router.apis.openai.responses import answers
 from router.apis.openai.responses.answers import Head, Item, OutputText, ReasoningText, ResponseAnswer, Status
-from router.chat.pieces import CallArguments, CallBegun, CountingReader, Kind, Part, Piece, Reasoning, Text
+from router.chat.pieces import (
+    AnswerReader,
+    CallArguments,
+    CallBegun,
+    CountingReader,
+    Kind,
+    Part,
+    Piece,
+    Reasoning,
+    Text,
+)
 from router.errors import RouterError
+from router.http.responses import named_frame
 from router.requests.generation import OpenRequest
 from router.scheduling.request import Event, Failed, Finished, Token
 
@@ -132,10 +143,10 @@ ResponseEvent = ResponseChanged | ItemChanged | PartChanged | Delta | Done | Fai
 class ResponseFrames:
     """Turns the events of one stream into OpenAI's."""
 
-    def __init__(self, head: Head, reader: CountingReader, opened: OpenRequest, scoring: Scoring | None = None) -> None:
+    def __init__(self, head: Head, scoring: Scoring | None, opened: OpenRequest, reader: AnswerReader) -> None:
         self._head = head
-        self._reader = reader
-        self._is_plain = reader.is_plain
+        self._reader = CountingReader(reader)
+        self._is_plain = self._reader.is_plain
         self._entry = opened.entries[0]
         self._sequence = 0  # number of the next event
         self._output: list[Item] = []  # items that are complete
@@ -172,7 +183,7 @@ class ResponseFrames:
 
     def _frame(self, event: ResponseEvent) -> bytes:
         self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dumps(event))
+        return named_frame(event)
 
     def _add(self, piece: Piece, frames: list[bytes]) -> None:
         match piece:

@@ -1,6 +1,6 @@
 """Attention in Triton, reading and writing the paged cache in place.
 
-These kernels do what `server/backends/reference/attention.py` does: `store.py` scatters keys and values into the
+These kernels do what `server/backends/reference/attention.py` does: `cache.py` scatters keys and values into the
 blocks, `rotate.py` also rotates queries and keys before, `decode.py` does both for one query per sequence and attends,
 `prefill.py` attends many. A step of decodes is one launch a layer: keys that are split over programs are put together
 by the last of them (`splits.py`). They are the online softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691) over the
@@ -12,7 +12,7 @@ What is true of all of them:
 * Lengths, positions and tables are read from the device, and grids depend on shapes alone, never on a sequence's
   length: decodes can be captured in a CUDA graph and replayed while sequences grow.
 * Scores, softmax and sums are float32; a product of two tiles takes its operands in the queries' dtype.
-* A cache may hold a byte for each number (`codes.py`): rows are made codes where they are stored, and codes numbers in
+* A cache may hold a byte for each number (`cache.py`): rows are made codes where they are stored, and codes numbers in
   registers. Scales of int8 are left to the scores and to the weights.
 * Head dims that are no power of two are padded with masked lanes, because a tile's sides are powers of two.
 * Tile sizes are fixed by head dim and dtype. Tuning at run time would stall the first requests of a server.

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 """What stands around products with quantised weights: inputs are rounded or put in order, integer sums are finished.
 
-Rounding is that of `server/quant/rounding.py` to the last bit: a token's largest magnitude (of all its inputs, or of
-each group) divided by the largest code is the scale, and what is divided by it goes to the nearest code, ties to even.
-Divisions are rounded as IEEE 754 wants; Triton's own are not. One launch reads the inputs, finds the scale and writes
-the codes in the places of the weight. Where inputs are divided among ranks, the largest magnitudes are a launch of
-their own, since all ranks must agree on them before anything is rounded.
+Rounding is that of `server/quantisation/rounding.py` to the last bit: a token's largest magnitude (of all its inputs,
+or of each group) divided by the largest code is the scale, and what is divided by it goes to the nearest code, ties to
+even. Divisions are rounded as IEEE 754 wants; Triton's own are not. One launch reads the inputs, finds the scale and
+writes the codes in the places of the weight. Where inputs are divided among ranks, the largest magnitudes are a launch
+of their own, since all ranks must agree on them before anything is rounded.
 
 `finish_integers` follows a product of int8 by torch's operator, which leaves int32; our own kernel (`packed.py`) does
 the same in its epilogue.
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from server.backends.cuda.fused import ACTIVATIONS
 from server.backends.cuda.kernels.linear import Epilogue
-from server.quant.rounding import MOST, TINY
-from server.quant.stored import RoundedInputs
+from server.quantisation.rounding import MOST, TINY
+from server.quantisation.stored import RoundedInputs
 
 TILE = 2048  # places that a program of a whole row looks at together
 GATHERED_TILE = 1024

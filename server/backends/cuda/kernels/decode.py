@@ -22,13 +22,13 @@ import torch
 import triton
 from torch import Tensor
 
-from server.backends.cuda.kernels.codes import Stored
+from server.backends.cuda.kernels.cache import Stored
 from server.backends.cuda.kernels.common import ScoreTerms, padded
 from server.backends.cuda.kernels.decode_group import decode_group
 from server.backends.cuda.kernels.decode_head import decode_head
 from server.backends.cuda.kernels.splits import Processors, choose_splits, combined_at_once
 from server.backends.protocol import Rotation, StepMeta
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 # Bytes of a tile of keys, and as many of values. Elementwise, every row of a tile has its own sums in registers: half
 # as large a tile keeps 4 programs of 4 warps on a multiprocessor, with 128 KiB under way.

@@ -9,9 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from server.backends.cuda.kernels.codes import INT8, PLAIN, code_offsets, load_scales, numbers, scale_offsets
+from server.backends.cuda.kernels.cache import (
+    INT8,
+    PLAIN,
+    code_offsets,
+    load_row,
+    load_scales,
+    numbers,
+    scale_offsets,
+    store_new,
+)
 from server.backends.cuda.kernels.common import LOWEST, finish_scores, load_blocks
-from server.backends.cuda.kernels.new_token import load_row, store_new
 from server.backends.cuda.kernels.splits import finish_split, keys_of_split
 
 

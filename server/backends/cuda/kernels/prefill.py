@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.cuda.kernels.codes import INT8, PLAIN, Stored, code_offsets, load_scales, numbers, scale_offsets
+from server.backends.cuda.kernels.cache import INT8, PLAIN, Stored, code_offsets, load_scales, numbers, scale_offsets
 from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, finish_scores, load_blocks, padded
 from server.backends.protocol import StepMeta
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 
 
 @dataclass(frozen=True)

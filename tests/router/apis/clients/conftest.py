@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.apis.anthropic.test_tools import reply
-from tests.router.served import Served, served
+from tests.router.served import WITH_TOOLS, Served, reply, served
 
 LIMITED = ("anthropic", "openai", "hub")  # clients with a key of their own for one request a minute
 
@@ -39,6 +38,5 @@ def full(it: Served) -> Iterator[threading.Timer]:
 def it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """It answers as `reply` does."""
     folder = tmp_path_factory.mktemp("clients")
-    settings = {"tool_call_parser": "hermes", "reasoning_parser": "think", "api_keys_file": keys_in(folder)}
-    with served(folder, reply, **settings) as site:
+    with served(folder, reply, **WITH_TOOLS, api_keys_file=keys_in(folder)) as site:
         yield site

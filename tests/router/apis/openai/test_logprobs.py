@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
@@ -12,18 +12,17 @@ import pytest
 
 from router.apis.openai.logprobs import CompletionLogprobs, Scoring, ShownTokens, prompt_tokens
 from router.errors import ValidationError
-from router.requests.prompt import PromptRequest
-from router.requests.samples import Answer, likeliest
-from router.requests.schemas import GenerateParameters
+from router.requests.generation import Answer, likeliest
+from router.requests.schemas import GenerateParameters, PromptRequest
 from router.requests.validation import Validator
 from router.sandbox.workers import Workers
 from router.scheduling.request import Finished, PromptScores, ScoredToken, Timings
 from router.text.generated import Ends, FinishReason, GeneratedText
 from router.text.tokenizer import ModelTokenizer
-from tests.router.apis.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of, told
+from tests.router.apis.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import fake_raw_logprob
-from tests.router.site import PROMPT, Site, answering, site
+from tests.router.site import PROMPT, Site, answering, answering_site, site
 from tests.router.text.test_token_bytes import metaspace_tokenizer, pieces_tokenizer
 
 Json = dict[str, Any]
@@ -107,13 +106,7 @@ def test_parts_of_a_character_are_named_by_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("text", ["one two", "Grüße ☃"])
-def test_a_chat_tells_of_each_token_of_its_text(template: str, text: str) -> None:
-    async def story(it: Site) -> None:
-        for stop in (None, ["wo", "ße"], ["nothing"]):
-            await both(it, {**CHAT, "logprobs": True, "top_logprobs": 2, "stop": stop})
-        news = [new for step in it.shards.requests for new in step.add]
-        assert [(True, 2)] * 6 == [(new.sampling.raw_logprobs, new.top_n_tokens) for new in news]
-
+async def test_a_chat_tells_of_each_token_of_its_text(template: str, text: str) -> None:
     async def both(it: Site, asked: Json) -> None:
         [choice] = (await posted(it, "/v1/chat/completions", asked))["choices"]
         content = choice["logprobs"]["content"]
@@ -133,21 +126,23 @@ def test_a_chat_tells_of_each_token_of_its_text(template: str, text: str) -> Non
         )
         assert None is parts[-1]["logprobs"] and parts[-1]["finish_reason"]
 
-    told(template, story, answer=text)
+    async with answering_site(template, answer=text) as it:
+        for stop in (None, ["wo", "ße"], ["nothing"]):
+            await both(it, {**CHAT, "logprobs": True, "top_logprobs": 2, "stop": stop})
+        news = [new for step in it.shards.requests for new in step.add]
+        assert [(True, 2)] * 6 == [(new.sampling.raw_logprobs, new.top_n_tokens) for new in news]
 
 
-def test_without_logprobs_nothing_is_asked_of_the_shards_and_nothing_told(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_without_logprobs_nothing_is_asked_of_the_shards_and_nothing_told(template: str) -> None:
+    async with answering_site(template) as it:
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
             for more in ({}, {"logprobs": None}, {"logprobs": False} if "chat" in path else {}):
                 assert None is (await posted(it, path, {**body, **more}))["choices"][0]["logprobs"]
         assert not any(new.sampling.raw_logprobs for step in it.shards.requests for new in step.add)
 
-    told(template, story)
 
-
-def test_a_completion_tells_of_each_token_by_its_place_in_the_text(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_a_completion_tells_of_each_token_by_its_place_in_the_text(template: str) -> None:
+    async with answering_site(template) as it:
         asked = {**COMPLETION, "prompt": [PROMPT, PROMPT], "n": 2, "logprobs": 2}
         whole = await posted(it, "/v1/completions", asked)
         for choice in whole["choices"]:
@@ -163,15 +158,11 @@ def test_a_completion_tells_of_each_token_by_its_place_in_the_text(template: str
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
                 assert whole["choices"][index]["logprobs"][name] == [one for part in parts for one in part[name]]
 
-    told(template, story)
 
-
-def test_a_completion_without_candidates_tells_of_the_token_itself(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_a_completion_without_candidates_tells_of_the_token_itself(template: str) -> None:
+    async with answering_site(template) as it:
         [choice] = (await posted(it, "/v1/completions", {**COMPLETION, "logprobs": 0}))["choices"]
         assert [{character: -0.5} for character in "one two"] == choice["logprobs"]["top_logprobs"]
-
-    told(template, story)
 
 
 # ------------------------------------------------------------------------------------------------------------- prompts
@@ -191,8 +182,8 @@ def assert_echoed(choice: Json, prompt: bytes, answer: str, count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.parametrize("most", [0, 1, None])
-def test_an_echoed_prompt_has_log_probabilities(template: str, count: int, most: int | None) -> None:
-    async def story(it: Site) -> None:
+async def test_an_echoed_prompt_has_log_probabilities(template: str, count: int, most: int | None) -> None:
+    async with answering_site(template) as it:
         answer = "one two"[:most]
         asked = {**COMPLETION, "echo": True, "logprobs": count, "max_tokens": most}
         for prompt in (PROMPT, [*PROMPT.encode()], [[*PROMPT.encode()], [*b"world"]]):
@@ -213,12 +204,10 @@ def test_an_echoed_prompt_has_log_probabilities(template: str, count: int, most:
                 for name, whole in choice["logprobs"].items():
                     assert whole == [one for part in parts if part["logprobs"] for one in part["logprobs"][name]]
 
-    told(template, story)
-
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_prompt_alone_takes_one_step_and_generates_nothing(template: str, is_stream: bool) -> None:
-    async def story(it: Site) -> None:
+async def test_a_prompt_alone_takes_one_step_and_generates_nothing(template: str, is_stream: bool) -> None:
+    async with answering_site(template) as it:
         asked = {**COMPLETION, "echo": True, "max_tokens": 0}
         if is_stream:
             asked["stream_options"] = {"include_usage": True}
@@ -236,8 +225,6 @@ def test_a_prompt_alone_takes_one_step_and_generates_nothing(template: str, is_s
         assert not any(step.decode for step in it.shards.requests)
         text = (await it.http.get("/metrics")).text
         assert "tgi_request_success 1.0" in text and "tgi_request_generated_tokens_sum 0.0" in text
-
-    told(template, story)
 
 
 def test_a_long_prompt_s_log_probabilities_come_in_chunks_and_survive_a_loss(template: str) -> None:
@@ -283,37 +270,6 @@ def test_an_echo_that_the_tokenizer_cannot_give_back_is_the_text_of_its_tokens()
 # -------------------------------------------------------------------------------------------------------------- bounds
 
 
-@pytest.mark.parametrize(
-    ("path", "changes", "sentence"),
-    [
-        ("/v1/chat/completions", {"top_logprobs": 2}, "`top_logprobs` is 2 without `logprobs`"),
-        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "`top_logprobs` must be >= 0 and <= 20"),
-        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": -1}, "`top_logprobs` must be >= 0 and <= 20"),
-        ("/v1/chat/completions", {"logprobs": 1}, "logprobs"),
-        ("/v1/chat/completions", {"max_tokens": 0}, "`max_tokens` must be strictly positive"),
-        ("/v1/completions", {"logprobs": 21}, "`logprobs` must be >= 0 and <= 20 (max_top_n_tokens). Given: 21"),
-        ("/v1/completions", {"logprobs": -1}, "`logprobs` must be >= 0 and <= 20"),
-        ("/v1/completions", {"logprobs": "x"}, "logprobs"),
-        ("/v1/completions", {"max_tokens": 0}, "`max_tokens` is 0, so that nothing would be answered"),
-        ("/v1/completions", {"max_tokens": -1, "echo": True}, "`max_tokens` must be strictly positive"),
-        ("/v1/completions", {"best_of": 2, "n": 3}, "`best_of` must be >= `n`, here 3. Given: 2"),
-        ("/v1/completions", {"best_of": 17}, "`best_of` must be <= 16 (max_n). Given: 17"),
-        ("/v1/completions", {"best_of": 0}, "`best_of` must be >= `n`"),
-    ],
-)
-def test_what_is_out_of_bounds_is_told_by_its_name_here(
-    template: str, path: str, changes: Mapping[str, Any], sentence: str
-) -> None:
-    async def story(it: Site) -> None:
-        for stream in (False, True):
-            body = {**(CHAT if "chat" in path else COMPLETION), **changes, "stream": stream}
-            answer = await it.http.post(path, json=body)
-            assert 400 == answer.status_code
-            assert sentence in answer.json()["error"]["message"]
-
-    told(template, story)
-
-
 async def test_prompts_log_probabilities_can_be_switched_off(template: str) -> None:
     async with site(prefill_logprobs=False) as it:
         answer = await it.http.post("/v1/completions", json={**COMPLETION, "echo": True, "logprobs": 1})
@@ -345,8 +301,8 @@ def test_the_likeliest_answers_to_each_prompt_come_first() -> None:
     assert [0, 1, 2, 3, 4, 5] == likeliest(answers, 2, 3)
 
 
-def test_best_of_generates_more_and_gives_the_likeliest(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_best_of_generates_more_and_gives_the_likeliest(template: str) -> None:
+    async with answering_site(template) as it:
         asked = {"prompt": [PROMPT, PROMPT], "n": 2, "best_of": 3, "seed": 5, "temperature": 1, "max_tokens": 4}
         answer = await it.http.post("/v1/completions", json=asked)
         assert "16" == answer.headers["x-generated-tokens"]  # of the four answers that are given
@@ -363,11 +319,9 @@ def test_best_of_generates_more_and_gives_the_likeliest(template: str) -> None:
         assert "cannot be streamed" in refused.json()["error"]["message"]
         assert 200 == (await it.http.post("/v1/completions", json={**asked, "n": 3, "stream": True})).status_code
 
-    told(template, story)
 
-
-def test_best_of_compares_by_mean_log_probability(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_best_of_compares_by_mean_log_probability(template: str) -> None:
+    async with answering_site(template) as it:
         give, places = it.shards._give_token, iter(range(99))
 
         def with_logprob(id: int, masks: Any, reply: Any) -> None:
@@ -378,11 +332,9 @@ def test_best_of_compares_by_mean_log_probability(template: str) -> None:
         body = await posted(it, "/v1/completions", {**COMPLETION, "n": 2, "best_of": 3, "max_tokens": 1, "logprobs": 0})
         assert [[-1.0], [-3.0]] == [choice["logprobs"]["token_logprobs"] for choice in body["choices"]]
 
-    told(template, story)
 
-
-def test_what_json_has_no_number_for_is_told_as_openai_does(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_what_json_has_no_number_for_is_told_as_openai_does(template: str) -> None:
+    async with answering_site(template) as it:
         give = it.shards._give_token
 
         def with_logprob(id: int, masks: Any, reply: Any) -> None:
@@ -395,11 +347,9 @@ def test_what_json_has_no_number_for_is_told_as_openai_does(template: str) -> No
         text = await posted(it, "/v1/completions", {**COMPLETION, "logprobs": 1})
         assert {-9999.0} == {*text["choices"][0]["logprobs"]["token_logprobs"]}
 
-    told(template, story)
-
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_prompt_s_log_probabilities_are_written_in_a_thread(
+async def test_a_prompt_s_log_probabilities_are_written_in_a_thread(
     template: str, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a long prompt take longer than others' tokens can wait."""
@@ -411,10 +361,7 @@ def test_a_prompt_s_log_probabilities_are_written_in_a_thread(
         return of(self, tokens)
 
     monkeypatch.setattr(CompletionLogprobs, "of", noting)
-
-    async def story(it: Site) -> None:
+    async with answering_site(template) as it:
         asked = {**COMPLETION, "echo": True, "logprobs": 1, "max_tokens": 0, "stream": is_stream}
         assert 200 == (await it.http.post("/v1/completions", json=asked)).status_code
         assert threads and threading.main_thread() not in threads
-
-    told(template, story)

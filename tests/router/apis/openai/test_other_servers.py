@@ -9,14 +9,14 @@ import pytest
 from tokenizers import AddedToken
 
 from host.version import version
-from router.apis.openai.constraints import constraint_of
 from router.apis.openai.requests import ChatRequest, CompletionRequest, messages_of, of_completion, variables_of
 from router.errors import ValidationError
+from router.requests.grammars import constraint_of
 from router.requests.schemas import GrammarParameters
 from router.text.tokenizer import ModelTokenizer
-from tests.router.apis.openai.test_routes import CHAT, COMPLETION, chunks_of, told
+from tests.router.apis.openai.test_routes import CHAT, COMPLETION, chunks_of
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
-from tests.router.site import PROMPT, Site, site
+from tests.router.site import PROMPT, answering_site, site
 
 SCHEMA = {"type": "object", "properties": {}}
 
@@ -63,36 +63,8 @@ def test_a_constraint_that_is_not_served_is_refused_by_its_name(extra: Mapping[s
         constraint_of(extra)
 
 
-@pytest.mark.parametrize(
-    ("path", "extra", "sentence"),
-    [
-        ("/v1/completions", {"return_token_ids": True}, "`return_token_ids` is not served"),
-        ("/v1/completions", {"include_stop_str_in_output": True}, "`include_stop_str_in_output` is not served"),
-        ("/v1/completions", {"allowed_token_ids": [1]}, "`allowed_token_ids` is not served"),
-        ("/v1/completions", {"use_beam_search": True}, "`use_beam_search` is not served"),
-        ("/v1/chat/completions", {"chat_template": "{{ 1 }}"}, "`chat_template` is not served: the server has its own"),
-        ("/v1/chat/completions", {"best_of": 2}, "`best_of` is not served in chats: ask for `n` answers"),
-        ("/v1/chat/completions", {"echo": True}, "`echo` is not served"),
-        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "`stream_options` needs `stream`"),
-        ("/v1/completions", {"response_format": {"type": "json_object"}, "regex": "a"}, "are both given: give one"),
-        ("/v1/completions", {"structured_outputs": {"x": 1}}, "`structured_outputs.x` is not served"),
-    ],
-)
-def test_what_would_change_the_text_is_refused_by_its_name(
-    template: str, path: str, extra: dict[str, Any], sentence: str
-) -> None:
-    async def story(it: Site) -> None:
-        body = CHAT if "chat" in path else COMPLETION
-        answer = await it.http.post(path, json={**body, **extra})
-        assert 400 == answer.status_code and sentence in answer.json()["error"]["message"]
-        neutral = dict.fromkeys(extra)
-        assert 200 == (await it.http.post(path, json={**body, **neutral})).status_code
-
-    told(template, story)
-
-
-def test_which_stop_ended_an_answer_is_told_whole_and_streamed(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_which_stop_ended_an_answer_is_told_whole_and_streamed(template: str) -> None:
+    async with answering_site(template) as it:
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
             for asked, reason in (({"stop": [" tw", "x"]}, " tw"), ({"stop_token_ids": [ord("w")]}, ord("w"))):
                 whole = (await it.http.post(path, json={**body, **asked})).json()["choices"][0]
@@ -102,11 +74,10 @@ def test_which_stop_ended_an_answer_is_told_whole_and_streamed(template: str) ->
                 assert ("stop", reason) == (last["finish_reason"], last["stop_reason"])
             assert "stop_reason" not in (await it.http.post(path, json=body)).json()["choices"][0]
 
-    told(template, story)
 
-
-def test_counts_may_come_with_every_chunk(template: str) -> None:
-    async def story(it: Site) -> None:
+@pytest.mark.parametrize("reader", ["none", "think"])
+async def test_counts_may_come_with_every_chunk(template: str, reader: str) -> None:
+    async with answering_site(template, reasoning_parser=reader) as it:
         options = {"include_usage": True, "continuous_usage_stats": True}
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
             asked = {**body, "stream": True, "stream_options": options, "max_tokens": 4}
@@ -114,9 +85,6 @@ def test_counts_may_come_with_every_chunk(template: str) -> None:
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
             assert 4 == counts[-1] and counts == sorted(counts) and len({*counts}) > 1
             assert all(5 == chunk["usage"]["prompt_tokens"] for chunk in chunks)
-
-    for reader in ("none", "think"):
-        told(template, story, reasoning_parser=reader)
 
 
 async def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end() -> None:
@@ -138,23 +106,19 @@ async def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end
             assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-def test_completions_know_the_newer_name_of_their_most_tokens(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_completions_know_the_newer_name_of_their_most_tokens(template: str) -> None:
+    async with answering_site(template) as it:
         for asked in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 5}):
             answer = (await it.http.post("/v1/completions", json={**COMPLETION, **asked})).json()
             assert 3 == answer["usage"]["completion_tokens"]
 
-    told(template, story)
 
-
-def test_parameters_of_tgi_s_routes_reach_the_shards(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_parameters_of_tgi_s_routes_reach_the_shards(template: str) -> None:
+    async with answering_site(template) as it:
         asked = {"temperature": 0.5, "typical_p": 0.5, "bad_words": ["ab"], "max_tokens": 2}
         await it.http.post("/v1/completions", json={**COMPLETION, **asked})
         [sampling] = [new.sampling for step in it.shards.requests for new in step.add]
         assert 0.5 == sampling.typical_p and [*b"ab"] == [*sampling.banned_word_ids]
-
-    told(template, story)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +155,8 @@ def test_reasoning_is_taken_by_both_names() -> None:
         assert "c" == messages_of(ChatRequest.model_validate({"messages": said}))[1]["reasoning_content"]
 
 
-def test_texts_are_tokenised_in_every_dialect(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_texts_are_tokenised_in_every_dialect(template: str) -> None:
+    async with answering_site(template) as it:
         ids = [*b"hello"]
 
         async def asked(path: str, **body: Any) -> Any:
@@ -222,30 +186,12 @@ def test_texts_are_tokenised_in_every_dialect(template: str) -> None:
             answer = await it.http.post(path, json=body)
             assert 422 == answer.status_code and sentence in answer.json()["error"]
 
-    told(template, story)
 
-
-def test_a_model_says_what_fits_and_the_server_its_version(template: str) -> None:
-    async def story(it: Site) -> None:
+async def test_a_model_says_what_fits_and_the_server_its_version(template: str) -> None:
+    async with answering_site(template) as it:
         [model] = (await it.http.get("/v1/models")).json()["data"]
         assert (128, "a/model") == (model["max_model_len"], model["root"])
         assert {"version": version()} == (await it.http.get("/version")).json()
-
-    told(template, story)
-
-
-def test_what_is_wrong_is_named_as_its_client_wrote_it(template: str) -> None:
-    async def story(it: Site) -> None:
-        for body, sentence in (
-            ({"prompt": None}, "`prompt`: input should be a valid string"),
-            ({"prompt": "a", "logit_bias": {"x": 1}}, "has the key 'x', which is no token id"),
-            ({"prompt": "a", "stream_options": {"include_usage": 5}}, "`stream_options.include_usage`: "),
-            ({}, "`prompt`: field required"),
-        ):
-            answer = await it.http.post("/v1/completions", json=body)
-            assert 400 == answer.status_code and sentence in answer.json()["error"]["message"], answer.text
-
-    told(template, story)
 
 
 def test_what_is_to_be_stored_is_answered_and_named_in_the_log() -> None:

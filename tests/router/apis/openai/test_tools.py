@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from pydantic import TypeAdapter
 from tokenizers import AddedToken
@@ -40,9 +39,9 @@ def answering(ids: list[int], prompt_length: int) -> dict[str, Any]:
     return {"vocab_size": 300, "next_token": next_token}
 
 
-def told(
+@asynccontextmanager
+async def chat_site(
     tmp_path: Path,
-    story: Callable[[Site], Awaitable[None]],
     answer: str | list[int] = HERMES,
     template: str = HERMES_TEMPLATE,
     *,
@@ -51,22 +50,17 @@ def told(
     tokenizer: ModelTokenizer | None = None,
     decoder_start: int | None = None,
     **config: Any,
-) -> None:
+) -> AsyncIterator[Site]:
     """after: what the template writes behind the prompt. decoder_start: of an encoder-decoder."""
     (tmp_path / "template.jinja").write_text(template + after)
     ids = [*answer.encode(), EOS] if isinstance(answer, str) else answer
     limits = {**LIMITS, "max_batch_total_tokens": 8000, "vocab_size": 300}
-
-    async def whole() -> None:
-        num_known = len((prompt + after).encode()) + (decoder_start is not None)
-        shards = fake_shards(make_limits(**limits), decoder_start=decoder_start, **answering(ids, num_known))
-        config["chat_template"] = str(tmp_path / "template.jinja")
-        async with site(shards, config=config, tokenizer=tokenizer, **limits) as it:
-            it.http.timeout = 60  # the first chat waits for a process
-            await story(it)
-            await it.all_free()
-
-    asyncio.run(whole())
+    num_known = len((prompt + after).encode()) + (decoder_start is not None)
+    shards = fake_shards(make_limits(**limits), decoder_start=decoder_start, **answering(ids, num_known))
+    config["chat_template"] = str(tmp_path / "template.jinja")
+    async with site(shards, config=config, tokenizer=tokenizer, **limits) as it:
+        yield it
+        await it.all_free()
 
 
 def gathered(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, Any], str]:
@@ -111,8 +105,8 @@ def functions(message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
 
 
-def test_a_call_is_no_text(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_a_call_is_no_text(tmp_path: Path) -> None:
+    async with chat_site(tmp_path) as it:
         message, reason = await both(it)
         assert ("tool_calls", None) == (reason, message["content"])
         [call] = message["tool_calls"]
@@ -121,11 +115,9 @@ def test_a_call_is_no_text(tmp_path: Path) -> None:
         usage = (await it.http.post(PATH, json=ASKED)).json()["usage"]
         assert len(HERMES.encode()) + 1 == usage["completion_tokens"]
 
-    told(tmp_path, story)
 
-
-def test_several_calls_have_a_text_before_them_and_ids_of_their_own(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_several_calls_have_a_text_before_them_and_ids_of_their_own(tmp_path: Path) -> None:
+    async with chat_site(tmp_path, f"Both:\n{HERMES}\n{HERMES}") as it:
         message, reason = await both(it)
         assert ("Both:", "tool_calls") == (message["content"], reason)
         assert [("weather", ARGUMENTS)] * 2 == functions(message)
@@ -133,11 +125,9 @@ def test_several_calls_have_a_text_before_them_and_ids_of_their_own(tmp_path: Pa
         message, _ = await both(it, parallel_tool_calls=False)
         assert [("weather", ARGUMENTS)] == functions(message)
 
-    told(tmp_path, story, f"Both:\n{HERMES}\n{HERMES}")
 
-
-def test_a_call_is_streamed_as_openai_streams_it(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_a_call_is_streamed_as_openai_streams_it(tmp_path: Path) -> None:
+    async with chat_site(tmp_path) as it:
         chunks = chunks_of((await it.http.post(PATH, json={**ASKED, "stream": True})).text)
         first, begun, *rest, last = [chunk["choices"][0] for chunk in chunks]
         assert {"role": "assistant", "content": ""} == first["delta"]
@@ -147,11 +137,9 @@ def test_a_call_is_streamed_as_openai_streams_it(tmp_path: Path) -> None:
         assert len(pieces) > 5 and all([{"index", "function"}] == [set(one) for one in piece] for piece in pieces)
         assert ({}, "tool_calls") == (last["delta"], last["finish_reason"])
 
-    told(tmp_path, story)
 
-
-def test_answers_of_several_are_read_apart(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_answers_of_several_are_read_apart(tmp_path: Path) -> None:
+    async with chat_site(tmp_path) as it:
         asked = {**ASKED, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
         *chunks, last = chunks_of((await it.http.post(PATH, json=asked)).text)
         for index in range(3):
@@ -162,8 +150,6 @@ def test_answers_of_several_are_read_apart(tmp_path: Path) -> None:
         ids = {choice["message"]["tool_calls"][0]["id"] for choice in whole["choices"]}
         assert 3 == len(ids)
 
-    told(tmp_path, story)
-
 
 @pytest.mark.parametrize(
     ("changes", "arguments", "expected"),
@@ -172,42 +158,34 @@ def test_answers_of_several_are_read_apart(tmp_path: Path) -> None:
         ({"stop": "ü"}, '{"place": "Z', "stop"),
     ],
 )
-def test_what_is_cut_within_arguments_leaves_them_incomplete(
+async def test_what_is_cut_within_arguments_leaves_them_incomplete(
     tmp_path: Path, changes: dict[str, Any], arguments: str, expected: str
 ) -> None:
-    async def story(it: Site) -> None:
+    async with chat_site(tmp_path) as it:
         message, reason = await both(it, **changes)
         assert ([("weather", arguments)], expected) == (functions(message), reason)
 
-    told(tmp_path, story)
 
-
-def test_a_stop_sequence_behind_a_complete_call_ends_it(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_a_stop_sequence_behind_a_complete_call_ends_it(tmp_path: Path) -> None:
+    async with chat_site(tmp_path) as it:
         message, reason = await both(it, stop="</tool_call>")
         assert ([("weather", ARGUMENTS)], "tool_calls") == (functions(message), reason)
 
-    told(tmp_path, story)
 
-
-def test_what_is_no_call_is_text(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_what_is_no_call_is_text(tmp_path: Path) -> None:
+    async with chat_site(tmp_path, "<tool_call>{oops}") as it:
         message, reason = await both(it)
         assert {"role": "assistant", "content": "<tool_call>{oops}"} == message and "stop" == reason
 
-    told(tmp_path, story, "<tool_call>{oops}")
 
-
-def test_with_none_a_call_is_text(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_with_none_a_call_is_text(tmp_path: Path) -> None:
+    async with chat_site(tmp_path) as it:
         message, reason = await both(it, tool_choice="none")
         assert (HERMES, "stop") == (message["content"], reason)
 
-    told(tmp_path, story)
 
-
-def test_reasoning_is_told_apart(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_reasoning_is_told_apart(tmp_path: Path) -> None:
+    async with chat_site(tmp_path, f"<think>\nWhy?\n</think>\n\n{HERMES}", f"{{# </think> #}}{HERMES_TEMPLATE}") as it:
         for tools in ([TOOL], None):
             message, reason = await both(it, tools=tools)
             assert ("Why?", "stop" if tools is None else "tool_calls") == (message["reasoning_content"], reason)
@@ -215,13 +193,10 @@ def test_reasoning_is_told_apart(tmp_path: Path) -> None:
         message, reason = await both(it, max_tokens=len("<think>\nWh"))
         assert ("Wh", "", "length") == (message["reasoning_content"], message["content"], reason)
 
-    told(tmp_path, story, f"<think>\nWhy?\n</think>\n\n{HERMES}", f"{{# </think> #}}{HERMES_TEMPLATE}")
 
-
-def test_reasoning_has_its_name_its_count_and_may_be_left_out(tmp_path: Path) -> None:
+async def test_reasoning_has_its_name_its_count_and_may_be_left_out(tmp_path: Path) -> None:
     text, template = "<think>\nWhy?\n</think>\n\nSo.", f"{{# </think> #}}{HERMES_TEMPLATE}"
-
-    async def story(it: Site) -> None:
+    async with chat_site(tmp_path, text, template, reasoning_field="reasoning") as it:
         for stream in (False, True):
             for field in ("", "include_reasoning"):
                 asked: dict[str, Any] = {**ASKED, "tools": None, "stream": stream}
@@ -240,61 +215,45 @@ def test_reasoning_has_its_name_its_count_and_may_be_left_out(tmp_path: Path) ->
                 else:
                     assert (not field, "Why?") == ("reasoning" in message, message.get("reasoning", "Why?"))
 
-    told(tmp_path, story, text, template, reasoning_field="reasoning")
-
-
-def test_reasoning_that_is_left_out_is_told_by_no_log_probabilities(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
-        answer = await it.http.post(PATH, json={**ASKED, "logprobs": True, "include_reasoning": False})
-        assert 400 == answer.status_code and "leave it or `include_reasoning` out" in answer.json()["error"]["message"]
-
-    told(tmp_path, story)
-
 
 @pytest.mark.parametrize("decoder_start", [None, 7])
-def test_an_answer_may_begin_within_reasoning(tmp_path: Path, decoder_start: int | None) -> None:
-    async def story(it: Site) -> None:
+async def test_an_answer_may_begin_within_reasoning(tmp_path: Path, decoder_start: int | None) -> None:
+    template = f"{{# </think> #}}{HERMES_TEMPLATE}"
+    async with chat_site(
+        tmp_path, "Why?\n</think>\nSo.", template, after="\n<think>", decoder_start=decoder_start
+    ) as it:
         message, _ = await both(it)
         assert ("Why?", "So.") == (message["reasoning_content"], message["content"])
 
-    template = f"{{# </think> #}}{HERMES_TEMPLATE}"
-    told(tmp_path, story, "Why?\n</think>\nSo.", template, after="\n<think>", decoder_start=decoder_start)
-
 
 @pytest.mark.parametrize(("begun", "reasoning", "content"), [("<think>\nSo", "Why?", "Yes"), ("Well,", None, None)])
-def test_a_final_message_that_is_continued_says_where_it_ended(
+async def test_a_final_message_that_is_continued_says_where_it_ended(
     tmp_path: Path, begun: str, reasoning: str | None, content: str | None
 ) -> None:
     answer = "Why?</think>Yes"
-
-    async def story(it: Site) -> None:
+    async with chat_site(tmp_path, answer, f"{{# </think> #}}{HERMES_TEMPLATE}", prompt=begun) as it:
         messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": begun}]
         message, _ = await both(it, messages=messages, continue_final_message=True)
         assert (reasoning, content or answer) == (message.get("reasoning_content"), message["content"])
 
-    told(tmp_path, story, answer, f"{{# </think> #}}{HERMES_TEMPLATE}", prompt=begun)
 
-
-def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) -> None:
+async def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer().tokenizer
     marked = type(tokenizer).from_str(tokenizer.to_str())
     marked.add_special_tokens([AddedToken(mark, special=True) for mark in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]")])
     calls, args, other = (marked.token_to_id(mark) for mark in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]"))
     ids = [*b"A", other, *b"nd:", calls, *b"weather", args, *ARGUMENTS.encode(), EOS]
-
-    async def story(it: Site) -> None:
+    template = "{# tools [TOOL_CALLS] #}{{ messages[-1]['content'] }}"
+    async with chat_site(tmp_path, ids, template, tokenizer=ModelTokenizer.of(marked, frozenset({EOS}))) as it:
         message, reason = await both(it)
         assert ("And:", "tool_calls") == (message["content"], reason)
         assert [("weather", ARGUMENTS)] == functions(message)
         message, _ = await both(it, tool_choice="none")
         assert f"And:weather{ARGUMENTS}" == message["content"]
 
-    template = "{# tools [TOOL_CALLS] #}{{ messages[-1]['content'] }}"
-    told(tmp_path, story, ids, template, tokenizer=ModelTokenizer.of(marked, frozenset({EOS})))
-
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_log_probabilities_are_those_of_all_that_was_written(tmp_path: Path, is_cut: bool) -> None:
+async def test_log_probabilities_are_those_of_all_that_was_written(tmp_path: Path, is_cut: bool) -> None:
     tokenizer = byte_tokenizer().tokenizer
     marked = type(tokenizer).from_str(tokenizer.to_str())
     marked.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
@@ -307,7 +266,8 @@ def test_log_probabilities_are_those_of_all_that_was_written(tmp_path: Path, is_
         assert all(token["logprob"] <= 0 for some in scores for token in some)
         return bytes(byte for some in scores for token in some for byte in token["bytes"]).decode()
 
-    async def story(it: Site) -> None:
+    template = "{# tools [TOOL_CALLS] #}{{ messages[-1]['content'] }}"
+    async with chat_site(tmp_path, ids, template, tokenizer=ModelTokenizer.of(marked, frozenset({EOS}))) as it:
         asked = {"logprobs": True, "top_logprobs": 1, "max_tokens": 12 if is_cut else len(ids)}
         expected = "Ü: [TOOL_CALLS]weather" if is_cut else written
         message, _ = await both(it, **asked)
@@ -316,53 +276,6 @@ def test_log_probabilities_are_those_of_all_that_was_written(tmp_path: Path, is_
         chunks = chunks_of((await it.http.post(PATH, json={**ASKED, **asked, "stream": True})).text)
         assert told_of(whole["choices"]) == told_of([chunk["choices"][0] for chunk in chunks])
         assert expected == told_of(whole["choices"])
-
-    template = "{# tools [TOOL_CALLS] #}{{ messages[-1]['content'] }}"
-    told(tmp_path, story, ids, template, tokenizer=ModelTokenizer.of(marked, frozenset({EOS})))
-
-
-FUNCTION = TOOL["function"]
-
-
-def allowed(*names: Any, mode: str = "auto") -> dict[str, Any]:
-    tools = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"tools": [{"type": "custom"}]}, "`tools.0` is of type custom"),
-        ({"tools": [{"type": "function"}]}, "`tools.0.function` is missing"),
-        ({"tools": [{"function": {"name": 5}}]}, "`tools.0.function.name` must be a string"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "names have 1 to 64 letters"),
-        ({"tools": [{"function": {"name": "x" * 65}}]}, "names have 1 to 64 letters"),
-        ({"tools": [TOOL, TOOL]}, "two functions with the name weather"),
-        ({"tools": [{"function": {"name": f"f{n}"}} for n in range(129)]}, "has 129 tools: give at most 128"),
-        ({"tools": [{"function": {"name": "f", "description": 5}}]}, "description` must be a string"),
-        ({"tools": [{"function": {"name": "f", "description": "x" * 300_000}}]}, "characters of JSON: give at most"),
-        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "must be a JSON schema"),
-        ({"tools": [{"function": {"name": "f", "parameters": {"type": "array"}}}]}, "of the type object"),
-        ({"tools": [{"function": {"name": "f", "strict": "yes"}}]}, "strict` must be true or false"),
-        ({"tool_choice": "other"}, "`tool_choice` is other, which is neither auto, none, required nor the name"),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "`tool_choice` is x, which is neither"),
-        ({"tool_choice": {"type": "function"}}, "`tool_choice` must be"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "`tool_choice.allowed_tools` needs a `mode`"),
-        ({"tool_choice": allowed({})}, "`tool_choice` allows {}"),
-        ({"tool_choice": allowed("x")}, "`tool_choice` allows x"),
-        ({"tools": [], "tool_choice": "required"}, "there are no `tools`"),
-        ({"functions": [FUNCTION]}, "`functions` is not served: send its successor, `tools`"),
-        ({"function_call": {"name": "x"}}, "`function_call` is not served: send its successor, `tool_choice`"),
-    ],
-)  # fmt: skip
-def test_tools_that_are_wrong_are_400(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
-    async def story(it: Site) -> None:
-        for stream in (False, True):
-            answer = await it.http.post(PATH, json={**ASKED, **changes, "stream": stream})
-            assert (400, "validation") == (answer.status_code, answer.json()["error_type"])
-            assert sentence in answer.json()["error"]["message"]
-
-    told(tmp_path, story)
 
 
 def called(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -374,66 +287,20 @@ def called(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("messages", "sentence"),
-    [
-        (called("{"), "`messages.1.tool_calls.0.function.arguments` is not JSON"),
-        (called("[1]"), "must be an object of JSON"),
-        (called(5), "must be an object of JSON"),
-        (called('{"a":' * 70 + "1" + "}" * 70), "is nested deeper than 64"),
-        (called(f"[{'1,' * 20_000}1]"), "has more than 10000 values"),
-        (called("{}", function="f"), "`messages.1.tool_calls.0.function` must be an object"),
-        (called("{}", id=5), "`messages.1.tool_calls.0.id` must be a string"),
-    ],
-)
-def test_calls_in_the_history_that_are_wrong_are_400(
-    tmp_path: Path, messages: list[dict[str, Any]], sentence: str
-) -> None:
-    async def story(it: Site) -> None:
-        answer = await it.http.post(PATH, json={**ASKED, "messages": messages})
-        assert 400 == answer.status_code and sentence in answer.json()["error"]["message"]
-
-    told(tmp_path, story)
-
-
-def test_the_result_of_a_call_is_a_message(tmp_path: Path) -> None:
+async def test_the_result_of_a_call_is_a_message(tmp_path: Path) -> None:
     template = (
         "{% if tools and messages[1].tool_calls[0].function.arguments.place == 'Zürich' %}"
         "{{ messages[2].content if messages[2].role == 'tool' }}{% endif %}{# <tool_call> #}"
     )
-
-    async def story(it: Site) -> None:
+    async with chat_site(tmp_path, "Sunny.", template) as it:
         for arguments in (ARGUMENTS, json.loads(ARGUMENTS)):
             message, _ = await both(it, messages=called(arguments))
             assert "Sunny." == message["content"]
 
-    told(tmp_path, story, "Sunny.", template)
 
-
-def test_tools_are_refused_where_no_parser_reads_them(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
+async def test_tools_are_refused_where_no_parser_reads_them(tmp_path: Path) -> None:
+    async with chat_site(tmp_path, f"<think>{HERMES}", tool_call_parser="none", reasoning_parser="none") as it:
         answer = await it.http.post(PATH, json=ASKED)
         assert 400 == answer.status_code and "--tool-call-parser none" in answer.json()["error"]["message"]
         message, _ = await both(it, tools=None)
         assert f"<think>{HERMES}" == message["content"]
-
-    told(tmp_path, story, f"<think>{HERMES}", tool_call_parser="none", reasoning_parser="none")
-
-
-def test_openai_s_client_gets_its_calls(tmp_path: Path) -> None:
-    async def story(it: Site) -> None:
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{it.port}/v1", api_key="x", timeout=60) as client:
-            asked: dict[str, Any] = {"model": "m", "messages": ASKED["messages"], "tools": [TOOL], "temperature": 0}
-            answer = await client.chat.completions.create(**asked)
-            [call] = answer.choices[0].message.tool_calls or ()
-            assert ("weather", ARGUMENTS) == (call.function.name, call.function.arguments)  # type: ignore[union-attr]
-            async with client.chat.completions.stream(**asked) as stream:
-                final = await stream.get_final_completion()
-            [call] = final.choices[0].message.tool_calls or ()
-            assert ("weather", ARGUMENTS) == (call.function.name, call.function.arguments)
-            history = [*asked["messages"], answer.choices[0].message.model_dump(exclude_none=True)]
-            history.append({"role": "tool", "tool_call_id": call.id, "content": PROMPT})
-            again = await client.chat.completions.create(**{**asked, "messages": history})
-            assert "tool_calls" == again.choices[0].finish_reason
-
-    told(tmp_path, story)

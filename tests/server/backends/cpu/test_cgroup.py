@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.backends.cpu.limits import cpu_quota, memory_left
+from server.backends.cpu.device import cpu_quota, memory_left
 
 Files = dict[str, str]
 
@@ -50,11 +50,7 @@ def test_the_narrowest_quota_counts(tmp_path: Path, files: Files, membership: st
         ({"memory.max": "max", "memory.current": "5"}, "0::/\n", None),
         ({"a/memory.max": "100", "a/memory.current": "30"}, "0::/a\n", 70),
         ({"a/memory.max": "100", "a/memory.current": "130"}, "0::/a\n", 0),
-        (
-            {"memory/x/memory.limit_in_bytes": "100", "memory/x/memory.usage_in_bytes": "40"},
-            "9:memory:/x\n",
-            60,
-        ),
+        ({"memory/x/memory.limit_in_bytes": "100", "memory/x/memory.usage_in_bytes": "40"}, "9:memory:/x\n", 60),
         (
             {"a/memory.max": "100", "a/memory.current": "90", "a/memory.stat": "file 50\ninactive_file 40\n"},
             "0::/a\n",

@@ -13,20 +13,21 @@ from torch import Tensor
 from server.arch import families
 from server.arch.spec import Activation, ArchSpec
 from server.backends.cpu import CpuBackend
-from server.backends.cpu.codes import CodeFormat, arranged, takes
-from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.kernels import Kernels
+from server.backends.cpu.layers import KernelExperts
 from server.backends.cpu.memory import Arena
-from server.backends.reference.experts import LoopedExperts
-from server.backends.reference.linear import ACTIVATIONS
+from server.backends.cpu.quantised import CodeFormat, arranged, takes
+from server.backends.reference.linear import ACTIVATIONS, LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant import sizes
-from server.quant.packing import WORD_BITS, PackedCodes, pack
-from server.quant.rounding import float8_rows, int8_rows, int8_weights
-from server.quant.sizes import Storage
-from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation import sizes
+from server.quantisation.packing import WORD_BITS, PackedCodes, pack
+from server.quantisation.rounding import float8_rows, int8_rows, int8_weights
+from server.quantisation.sizes import Storage
+from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from tests.combinations import all_pairs, by_turns
 from tests.running import ROOT
 
+BOTH = (torch.bfloat16, torch.float32)
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 33, 150)
 
 
@@ -170,12 +171,9 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("along_outputs", [False, True])
-@pytest.mark.parametrize("weight", PACKED.values(), ids=PACKED.keys())
-def test_packed_codes_fill_the_same_panels(
-    make: Make, weight: QuantisedWeight, along_outputs: bool, is_gated: bool
-) -> None:
+@pytest.mark.parametrize(("name", "along_outputs", "is_gated"), all_pairs(PACKED, (False, True), (False, True)))
+def test_packed_codes_fill_the_same_panels(make: Make, name: str, along_outputs: bool, is_gated: bool) -> None:
+    weight = PACKED[name]
     packed = still_packed(weight, along_outputs=along_outputs)
     assert torch.equal(weight.codes, packed.codes)
     (expected,), (found,) = (make(one, is_gated=is_gated).memory for one in (weight, packed))
@@ -183,9 +181,8 @@ def test_packed_codes_fill_the_same_panels(
     assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("along_outputs", [False, True])
-@pytest.mark.parametrize("first", [8, 40, 560])  # rows of the first part: within a vector of lanes, a panel, and beyond
+# first: rows of the first part, within a vector of lanes, a panel, and beyond.
+@pytest.mark.parametrize(("first", "along_outputs", "is_gated"), all_pairs((8, 40, 560), (False, True), (False, True)))
 def test_parts_fill_the_panels_that_the_whole_fills(
     make: Make, first: int, along_outputs: bool, is_gated: bool
 ) -> None:
@@ -205,8 +202,9 @@ def test_words_in_any_strides_fill_the_same_panels(make: Make) -> None:
     assert torch.equal(make(weight).memory[0], make(strided).memory[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["w8a8", "long", "short", "fixed"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("w8a8", torch.float32), *by_turns(("w8a8", "long", "short", "fixed"), BOTH)]
+)
 def test_rounded_inputs_are_as_the_reference_has_them(make: Make, name: str, dtype: torch.dtype) -> None:
     weight = BY_TOKEN[name]
     linear, reference = make(weight, dtype), QuantisedFormat(weight, None)
@@ -222,9 +220,10 @@ def test_inputs_rounded_by_blocks_cost_little(make: Make, weight: QuantisedWeigh
     assert (make(weight).finest(x, None) - exact).std() < 0.009 * exact.std()
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("activation", [None, Activation.SILU, Activation.GELU])
-@pytest.mark.parametrize("name", ["w8a8", "int4"])
+@pytest.mark.parametrize(
+    ("name", "activation", "is_gated"),
+    all_pairs(("w8a8", "int4"), (None, Activation.SILU, Activation.GELU), (False, True)),
+)
 def test_what_follows_a_product_is_done_with_it(
     make: Make, name: str, activation: Activation | None, is_gated: bool
 ) -> None:
@@ -264,7 +263,7 @@ def test_ranks_that_share_the_inputs_of_a_layer_round_them_alike(make: Make) -> 
     torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
 def test_rows_are_what_codes_stand_for(make: Make, dtype: torch.dtype) -> None:
     weight, ids = int8_rows(random(100, 70)), torch.tensor([0, 99, 31, 32, 5])
     assert torch.equal(weight.dequantised()[ids].to(dtype), make(weight, dtype).rows(ids))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,28 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server import backends
-from server.arch.spec import Activation, Alibi
+from server.arch.spec import Activation
 from server.backends import cpu
 from server.backends.cpu import Kernels
-from server.backends.cpu.attention import KernelAttention, rotate
+from server.backends.cpu.attention import rotate
 from server.backends.cpu.build import BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.kernels import PEAKS
 from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
-from server.backends.protocol import Attention, Rotation, Scores, StepMeta, Summand
-from server.backends.reference.attention import BatchedAttention, ReferenceAttention
+from server.backends.protocol import Rotation, Summand
 from server.backends.reference.attention import rotate as rotate_stock
-from server.backends.reference.linear import ACTIVATIONS
+from server.backends.reference.linear import ACTIVATIONS, LayerNorm, RmsNorm
 from server.backends.reference.logits import exponential_noise
-from server.backends.reference.norm import LayerNorm, RmsNorm
-from server.blocks import BLOCK_SIZE
-from server.layers.position import alibi_slopes
+from tests.combinations import all_pairs, by_turns
 from tests.cpu_kernels import asked
-from tests.server.backends.test_attention import step_of
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+EACH = (torch.float32, torch.bfloat16)
+DTYPES = pytest.mark.parametrize("dtype", EACH, ids=str)
 # Of the largest value: what rounding to a dtype may cost, once or twice.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -153,12 +149,12 @@ def test_pieces_of_an_arena_are_apart_and_zeroed() -> None:
 # -------------------------------------------------------------------------------------------------------------- linear
 
 
-@DTYPES
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (7, 5), (300, 100), (1024, 33), (515, 64)])
-@pytest.mark.parametrize("tokens", [1, 2, 6, 12, 13, 25, 40, 200, 400])
-def test_a_linear_layer_equals_torchs(
-    kernels: Kernels, dtype: torch.dtype, tokens: int, inputs: int, outputs: int
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "size"),
+    all_pairs(EACH, (1, 2, 6, 12, 13, 25, 40, 200, 400), ((64, 32), (7, 5), (300, 100), (1024, 33), (515, 64))),
+)
+def test_a_linear_layer_equals_torchs(kernels: Kernels, dtype: torch.dtype, tokens: int, size: tuple[int, int]) -> None:
+    inputs, outputs = size
     weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
     x = random(tokens, inputs, dtype=dtype, seed=2)
     expected = F.linear(x.double(), weight.double(), bias.double())
@@ -168,9 +164,7 @@ def test_a_linear_layer_equals_torchs(
     assert torch.float32 == layer.finest(x, bias).dtype
 
 
-@DTYPES
-@pytest.mark.parametrize("activation", [None, *Activation])
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("dtype", "activation", "is_gated"), all_pairs(EACH, [None, *Activation], (False, True)))
 def test_what_follows_a_product_is_done_with_it(
     kernels: Kernels, dtype: torch.dtype, activation: Activation | None, is_gated: bool
 ) -> None:
@@ -205,173 +199,10 @@ def test_inputs_in_columns_are_read_as_rows(kernels: Kernels) -> None:
     assert_near(x.t().double() @ weight.t().double(), PanelFormat(kernels, Arena(), weight)(x.t(), None))
 
 
-# ----------------------------------------------------------------------------------------------------------- attention
-
-SLOPES = tuple(alibi_slopes(8, Alibi()))
-SCORES = {
-    "plain": Scores(0.3),
-    "alibi": Scores(0.3, SLOPES),
-    "cap": Scores(0.3, cap=2.0),
-    "bias": Scores(0.3, bias=random(8, 41)),
-    "alibi and cap": Scores(0.3, SLOPES, 2.0),
-}
-STEPS = {
-    "one decode": [(1, 1)],
-    "decodes of ragged lengths": [(1, 1), (16, 1), (17, 1), (700, 1), (64, 1)],
-    "fresh prompts": [(5, 5), (33, 33), (300, 300)],
-    "a later chunk": [(290, 40)],
-    "decodes, a chunk and a fresh prompt": [(3, 1), (120, 1), (60, 20), (31, 31)],
-}
-BLOCKS = 80
-
-
-MakeAttention = Callable[[Scores], Attention]
-
-
-def written(make: MakeAttention, scores: Scores, meta: StepMeta, k: Tensor, v: Tensor) -> Tensor:
-    """A cache with k and v [tokens of all contexts, K, H]; whatever was never written is NaN."""
-    tokens = [(s, p) for s, length in enumerate(meta.context_lengths) for p in range(length)]
-    owners, positions = torch.tensor(tokens).t()
-    kv = torch.full((2, BLOCKS, k.shape[1], BLOCK_SIZE, k.shape[2]), float("nan"), dtype=k.dtype)
-    make(scores).write(kv, k, v, replace(meta, owners=owners, positions=positions, visible=positions + 1))
-    return kv
-
-
-def attended(
-    make: MakeAttention,
-    scores: Scores,
-    meta: StepMeta,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    window: int = 0,
-) -> Tensor:
-    q, k, v = tensors
-    return make(scores).attend(q, written(make, scores, meta, k, v), meta, window)
-
-
-def tensors_for(meta: StepMeta, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of the step, keys and values of all contexts."""
-    q = random(meta.query_starts[-1], 8, head_dim, dtype=dtype)
-    k, v = random(2, sum(meta.context_lengths), kv_heads, head_dim, dtype=dtype, seed=1)
-    return q / head_dim**0.25, k / head_dim**0.25, v
-
-
-@DTYPES
-@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("kv_heads", [8, 2], ids=["mha", "gqa"])
-@pytest.mark.parametrize("head_dim", [8, 64, 80, 300])
-@pytest.mark.parametrize("window", [0, 20])
-def test_kernels_equal_reference_for_every_shape(
-    kernels: Kernels, lengths: list[tuple[int, int]], kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
-) -> None:
-    meta = step_of(lengths, BLOCKS, seed=3)
-    tensors = tensors_for(meta, kv_heads, head_dim, dtype)
-    expected = attended(ReferenceAttention, SCORES["alibi"], meta, tensors, window)
-    assert_near(expected, attended(partial(KernelAttention, kernels), SCORES["alibi"], meta, tensors, window))
-
-
-@DTYPES
-@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES.keys())
-def test_kernels_equal_reference_for_every_way_of_scoring(
-    kernels: Kernels, lengths: list[tuple[int, int]], scores: Scores, dtype: torch.dtype
-) -> None:
-    meta = step_of(lengths, BLOCKS, seed=3)
-    tensors = tensors_for(meta, 8, 16, dtype)
-    expected = attended(ReferenceAttention, scores, meta, tensors)
-    assert_near(expected, attended(partial(KernelAttention, kernels), scores, meta, tensors))
-
-
-@DTYPES
-def test_tokens_that_see_their_whole_context_see_what_comes_after_them(kernels: Kernels, dtype: torch.dtype) -> None:
-    meta = step_of([(33, 33), (20, 20)], BLOCKS, seed=3)
-    meta = replace(meta, visible=torch.tensor([33] * 33 + [20] * 20))
-    tensors = tensors_for(meta, 8, 16, dtype)
-    expected = attended(ReferenceAttention, SCORES["bias"], meta, tensors)
-    assert_near(expected, attended(partial(KernelAttention, kernels), SCORES["bias"], meta, tensors))
-
-
-@DTYPES
-@pytest.mark.parametrize("kv_heads", [8, 1], ids=["mha", "one kv head"])
-def test_the_number_of_threads_changes_nothing(
-    kernels: Kernels, kv_heads: int, dtype: torch.dtype, threads: int
-) -> None:
-    meta = step_of([(700, 1), (300, 1)], BLOCKS, seed=3)
-    tensors = tensors_for(meta, kv_heads, 64, dtype)
-    several = attended(partial(KernelAttention, kernels), SCORES["alibi"], meta, tensors)
-    torch.set_num_threads(1)
-    assert torch.equal(attended(partial(KernelAttention, kernels), SCORES["alibi"], meta, tensors), several)
-
-
-@DTYPES
-def test_a_prompt_in_chunks_or_token_by_token_attends_as_at_once(kernels: Kernels, dtype: torch.dtype) -> None:
-    whole = step_of([(290, 290)], BLOCKS, seed=3)
-    q, k, v = tensors_for(whole, 2, 64, dtype)
-    backend = partial(KernelAttention, kernels)
-    at_once = attended(backend, SCORES["alibi"], whole, (q, k, v))
-    chunk = step_of([(290, 77)], BLOCKS, seed=3)
-    assert torch.equal(at_once[-77:], attended(backend, SCORES["alibi"], chunk, (q[-77:], k, v)))
-    last = step_of([(290, 1)], BLOCKS, seed=3)
-    assert torch.equal(at_once[-1:], attended(backend, SCORES["alibi"], last, (q[-1:], k, v)))
-
-
-def test_queries_may_be_slices_of_a_projection(kernels: Kernels) -> None:
-    meta = step_of([(5, 1), (9, 9)], BLOCKS, seed=3)
-    qkv = random(10, 3 * 8, 16)
-    q, k, v = qkv.split(8, dim=1)
-    for backend in (compiled_library := KernelAttention(kernels, SCORES["plain"]), BatchedAttention(SCORES["plain"])):
-        kv = torch.zeros(2, BLOCKS, 8, BLOCK_SIZE, 16)
-        backend.write(kv, k, v, meta)
-        output = backend.attend(q, kv, meta, 0)
-        expected = output if backend is compiled_library else expected  # noqa: F821
-    assert_near(expected, output)
-
-
-def test_write_touches_the_named_slots_alone(kernels: Kernels) -> None:
-    kv = torch.zeros(2, 3, 1, BLOCK_SIZE, 4, dtype=torch.bfloat16)
-    meta = step_of([(17, 1)], 3, seed=0)
-    ones = torch.ones(1, 1, 4, dtype=torch.bfloat16)
-    KernelAttention(kernels, SCORES["plain"]).write(kv, ones, 2 * ones, meta)
-    block = int(meta.slots[0]) // BLOCK_SIZE
-    assert [4, 8] == kv[:, block].flatten(1).sum(dim=1).tolist()
-    assert 4 + 8 == int(kv.sum())
-
-
-@DTYPES
-@pytest.mark.parametrize("head_dim", [8, 64, 80])
-def test_tokens_written_together_or_one_by_one_are_the_same(
-    kernels: Kernels, head_dim: int, dtype: torch.dtype, threads: int
-) -> None:
-    meta = step_of([(37, 32), (16, 16), (20, 3), (9, 1), (64, 64)], BLOCKS, seed=3)
-    k, v = random(2, len(meta.slots), 2, head_dim, dtype=dtype)
-    attention = KernelAttention(kernels, SCORES["plain"])
-    together, one_by_one = torch.zeros(2, 2, BLOCKS, 2, BLOCK_SIZE, head_dim, dtype=dtype)
-    attention.write(together, k, v, meta)
-    for i in range(len(k)):
-        token = {name: getattr(meta, name)[i : i + 1] for name in ("owners", "positions", "visible")}
-        attention.write(one_by_one, k[i : i + 1], v[i : i + 1], replace(meta, **token))
-    assert torch.equal(together, one_by_one)
-
-
-@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 16), (torch.bfloat16, 15)])
-def test_what_the_kernels_do_not_know_goes_to_stock_operators(
-    kernels: Kernels, dtype: torch.dtype, head_dim: int
-) -> None:
-    meta = step_of([(5, 1)], BLOCKS, seed=3)
-    q, k, v = (random(1, 8, head_dim, dtype=dtype, seed=i) for i in range(3))
-    outputs = []
-    for backend in (BatchedAttention(SCORES["plain"]), KernelAttention(kernels, SCORES["plain"])):
-        kv = torch.zeros(2, BLOCKS, 8, BLOCK_SIZE, head_dim, dtype=dtype)
-        backend.write(kv, k, v, meta)
-        outputs.append(backend.attend(q, kv, meta, 0))
-    assert torch.equal(*outputs)
-
-
 # ---------------------------------------------------------------------------------------------- norms, gates, rotations
 
 
-@DTYPES
-@pytest.mark.parametrize("width", [64, 100, 7])
-@pytest.mark.parametrize("is_centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("dtype", "width", "is_centred"), all_pairs(EACH, (64, 100, 7), (True, False)))
 def test_norms_equal_torchs_alone_and_behind_a_sum(
     kernels: Kernels, dtype: torch.dtype, width: int, is_centred: bool, threads: int
 ) -> None:
@@ -387,17 +218,14 @@ def test_norms_equal_torchs_alone_and_behind_a_sum(
     assert torch.equal(x + summand, norm.add(x, Summand((summand,)))[0])
 
 
-@DTYPES
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(("dtype", "activation"), by_turns(EACH, Activation))
 def test_a_gate_equals_torchs(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = random(6, 2 * 50, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_near(ACTIVATIONS[activation](gate) * up, kernel_gate(kernels, activation, gate_up))
 
 
-@DTYPES
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("half", [32, 20, 3])
+@pytest.mark.parametrize(("dtype", "interleaved", "half"), all_pairs(EACH, (False, True), (32, 20, 3)))
 def test_rotations_in_place_leave_other_heads_and_features_alone(
     kernels: Kernels, dtype: torch.dtype, interleaved: bool, half: int
 ) -> None:
@@ -443,11 +271,7 @@ def test_a_race_is_won_by_the_token_that_sampling_would_draw(kernels: Kernels, k
 
 
 def test_who_alone_is_left_wins_whatever_the_noise(kernels: Kernels) -> None:
-    low, high, positions = (
-        torch.tensor([[75007466]]),
-        torch.tensor([[0]]),
-        torch.tensor([20]),
-    )
+    low, high, positions = (torch.tensor([[75007466]]), torch.tensor([[0]]), torch.tensor([20]))
     logits = torch.full((1, 2048), float("-inf"))
     logits[0, 2] = 1.5
     assert [2] == KernelLogits(kernels).race(logits, low, high, positions).tolist()

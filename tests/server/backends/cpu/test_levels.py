@@ -10,19 +10,16 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.cpu import CpuBackend
-from server.backends.cpu.codes import CodeFormat
-from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.kernels import Kernels
-from server.backends.cpu.layers import PanelFormat
-from server.backends.cpu.levels import LevelFormat
+from server.backends.cpu.layers import KernelExperts, PanelFormat
 from server.backends.cpu.memory import Arena
-from server.backends.reference.experts import LoopedExperts
+from server.backends.cpu.quantised import CodeFormat, LevelFormat
+from server.backends.reference.linear import LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant.rounding import float8_rows, int8_rows, int8_weights
-from server.quant.stored import QuantisedWeight, RoundedInputs
-from tests.server.backends.cpu.test_codes import grouped, out_of_order, random
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+from server.quantisation.rounding import float8_rows, int8_rows, int8_weights
+from server.quantisation.stored import QuantisedWeight, RoundedInputs
+from tests.combinations import all_pairs, by_turns
+from tests.server.backends.cpu.test_codes import BOTH, grouped, out_of_order, random
 
 
 def with_levels(weight: QuantisedWeight) -> QuantisedWeight:
@@ -42,12 +39,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize("weight", CASES.values(), ids=CASES.keys())
-@DTYPES
+@pytest.mark.parametrize(("name", "dtype", "is_gated"), all_pairs(CASES, BOTH, (False, True)))
 def test_a_layer_is_the_dense_one_of_the_same_numbers(
-    kernels: Kernels, weight: QuantisedWeight, dtype: torch.dtype, is_gated: bool
+    kernels: Kernels, name: str, dtype: torch.dtype, is_gated: bool
 ) -> None:
+    weight = CASES[name]
     if is_gated:
         even = weight.shape[0] // 2 * 2
         weight = replace(
@@ -65,9 +61,9 @@ def test_a_layer_is_the_dense_one_of_the_same_numbers(
         assert torch.equal(dense(x, bias, Activation.SILU), linear(x, bias, Activation.SILU)), tokens
 
 
-@pytest.mark.parametrize("weight", CASES.values(), ids=CASES.keys())
-@DTYPES
-def test_rows_are_what_codes_stand_for(kernels: Kernels, weight: QuantisedWeight, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), by_turns(CASES, BOTH))
+def test_rows_are_what_codes_stand_for(kernels: Kernels, name: str, dtype: torch.dtype) -> None:
+    weight = CASES[name]
     ids = torch.tensor([0, weight.shape[0] - 1, 31, 7])
     linear = LevelFormat(kernels, Arena(), weight, dtype)
     assert torch.equal(weight.dequantised()[ids].to(dtype), linear.rows(ids))

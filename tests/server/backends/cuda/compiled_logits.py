@@ -30,9 +30,8 @@ def assert_nothing_is_spilled(found: list[MachineCode], *names: str) -> None:
         assert code.registers <= MOST_REGISTERS, code
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("n", [1, 5])
-def test_summaries_compile(n: int, dtype: torch.dtype, found: list[MachineCode]) -> None:
+@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 1), (torch.float16, 5), (torch.float32, 5)])
+def test_summaries_compile(dtype: torch.dtype, n: int, found: list[MachineCode]) -> None:
     KernelLogits().summarise(torch.zeros(2, BLOOM, dtype=dtype), n)
     assert_nothing_is_spilled(found, "summarise_parts", "summarise_rows")
 

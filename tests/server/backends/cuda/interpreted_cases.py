@@ -5,12 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from triton.language import core
 from triton.runtime import interpreter
+
+from server.backends.cpu.device import CpuDevice
+from server.backends.cuda.backend import CudaBackend
+from tests.server.backends.cuda.kernel_cases import ONE_SPLIT
+from tests.server.driver import Prompt, generate, load_engine
+from tests.server.tiny import save_tiny
+
+
+@contextmanager
+def interpreted_backend(processors: int = ONE_SPLIT) -> Iterator[CudaBackend]:
+    """Whose kernels are interpreted, on tensors of the CPU, as for a GPU of so many multiprocessors."""
+    properties = SimpleNamespace(multi_processor_count=processors)
+    with patch.object(torch.cuda, "get_device_properties", lambda device: properties):
+        yield CudaBackend(CpuDevice(), torch.float32)
+
+
+def check_model(case: str, folder: Path, sizes: dict[str, int], **stored: str) -> None:
+    """A tiny model gives the tokens of the reference, and nearly its log-probabilities. stored: as `load_engine`."""
+    save_tiny(case, folder, **sizes)
+    with interpreted_backend() as backend:
+        expected, found = (
+            generate(engine, [Prompt(list(range(4, 11)), 2, chunk=4), Prompt([40, 50], 2, joins_at=1)])
+            for engine in (
+                load_engine(folder, warms_up=False, **stored),  # type: ignore[arg-type]
+                load_engine(folder, backend=backend, captured=False, warms_up=False, **stored),  # type: ignore[arg-type]
+            )
+        )
+    assert [p.tokens for p in expected] == [p.tokens for p in found]
+    for reference, fused in zip(expected, found, strict=True):
+        torch.testing.assert_close(torch.tensor(reference.logprobs), torch.tensor(fused.logprobs), atol=1e-4, rtol=0)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,64 +6,111 @@ bfloat16 is left out: the interpreter computes on its bit patterns.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from server.arch.spec import Activation
-from server.backends.cpu.device import CpuDevice
-from server.backends.cuda.backend import CudaBackend
-from tests.server.backends.cuda.interpreted_cases import quick_calls
+from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Float8E5M2, Int8, KvFormat
+from tests.server.backends.cuda.interpreted_cases import check_model, quick_calls
 from tests.server.backends.cuda.kernel_cases import (
     CASES,
-    ONE_SPLIT,
     STORED_CASES,
-    Case,
     check_attention,
     check_attention_to_stored,
+    check_codes,
     check_gate,
     check_norm,
     check_norm_of_heads,
     check_padding,
+    check_quantised,
     check_rotation,
     check_routing,
+    in_suite,
 )
-from tests.server.driver import Prompt, generate, load_engine
-from tests.server.tiny import save_tiny
 
 __all__ = ["quick_calls"]
 
 # numpy, which interprets, says what a GPU leaves unsaid.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:overflow encountered in {what}:RuntimeWarning") for what in ("exp", "divide")
+]
 CPU = torch.device("cpu")
-# Tiles differ by dtype: every kind once in 16 bits, what production runs.
+# A kernel and a way through it once; the others run in `make test-kernels`.
+IN_SUITE = [
+    "decode, rotated",
+    "decode, split, heads of 80 in a window",
+    "decode, learned bias",
+    "decode, shared kv heads, split",
+    "decode, shared kv heads, rotated pairs",
+    "decode, and with them split",
+    "a prompt behind a cached prefix",
+    "a chunk with heads of 256",
+    "encoder in a window",
+    "decodes and a chunk, rotated",
+]
+# Tiles differ by dtype: every kind in 16 bits, what production runs.
 IN_16_BITS = [
+    "decode, shared kv heads of 112, split, rotated",
+    "fresh prompts",
     "decode, rotated",
     "decode, split, heads of 80 in a window",
     "decode, shared kv heads, rotated pairs",
-    "decode, shared kv heads of 112, split, rotated",
     "decode, shared kv heads of 256, split",
     "decode, and with them split",
-    "fresh prompts",
     "a chunk in a window",
     "a chunk with heads of 256",
 ]
+QUANTISED = [format for format in KV_FORMATS.values() if format != AS_COMPUTED]
+SCALED = Float8E4M3((0.25, 3.0))
+# Every kernel, with and without splits, rotations, windows and biases: int8; float8 differs by what makes its codes.
+CODES = [
+    ("decode, split, heads of 80 in a window", Int8()),
+    ("decodes and a chunk, rotated", SCALED),
+    ("a chunk in a window", Float8E5M2()),
+    ("decode, rotated", Int8()),
+    ("decode, shared kv heads, split", Int8()),
+    ("decode, shared kv heads, rotated pairs", Int8()),
+    ("encoder", Int8()),
+    ("decodes and a chunk, rotated", Int8()),
+    ("decode, rotated", SCALED),
+    ("decode, rotated", Float8E5M2()),
+]
 
 
-@pytest.mark.parametrize("name", CASES)
+def named(value: object) -> str | None:
+    """What a format is called."""
+    return f"{value.name} {value.scales}" if hasattr(value, "scales") else None
+
+
+@pytest.mark.parametrize("name", in_suite(IN_SUITE, CASES))
 def test_attention_equals_the_reference(name: str) -> None:
     check_attention(CASES[name], torch.float32, CPU)
 
 
-@pytest.mark.parametrize("name", IN_16_BITS)
+@pytest.mark.parametrize("name", in_suite(IN_16_BITS[:2], IN_16_BITS))
 def test_attention_in_16_bits_is_close_to_the_reference(name: str) -> None:
     check_attention(CASES[name], torch.float16, CPU)
 
 
-@pytest.mark.parametrize("case", STORED_CASES.values(), ids=STORED_CASES.keys())
-def test_attention_to_what_is_stored_equals_the_reference(case: Case) -> None:
-    check_attention_to_stored(case, torch.float32, CPU)
+@pytest.mark.parametrize(("name", "format"), in_suite(CODES[:3], CODES), ids=named)
+def test_attention_over_codes_equals_the_reference(name: str, format: KvFormat) -> None:
+    check_quantised(CASES[name], format, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("format", in_suite(QUANTISED[:1], QUANTISED), ids=named)
+def test_attention_over_codes_in_16_bits_is_close_to_the_reference(format: KvFormat) -> None:
+    check_quantised(CASES["decode, shared kv heads, rotated pairs"], format, torch.float16, CPU)
+
+
+@pytest.mark.parametrize("format", in_suite([Int8(), SCALED, Float8E5M2()], QUANTISED), ids=named)
+def test_codes_are_to_the_bit_what_the_reference_stores(format: KvFormat) -> None:
+    check_codes(format, CPU)
+
+
+@pytest.mark.parametrize("name", STORED_CASES)
+def test_attention_to_what_is_stored_equals_the_reference(name: str) -> None:
+    check_attention_to_stored(STORED_CASES[name], torch.float32, CPU)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (70, 1)], ids=["mha", "gqa", "mqa"])
@@ -108,14 +155,12 @@ def test_norms_of_heads_equal_the_operators(
     check_norm_of_heads(counts, size, is_centred, dtype, CPU)
 
 
-@pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
+    ("sizes", "renormalise", "dtype"),
     [
-        ((1, 8, 2), torch.float32),
-        ((5, 6, 3), torch.float32),
-        ((5, 6, 3), torch.float16),
-        ((33, 9, 8), torch.float32),  # more pairs than a program looks at together
+        ((1, 8, 2), True, torch.float32),
+        ((5, 6, 3), False, torch.float16),
+        ((33, 9, 8), True, torch.float32),  # more pairs than a program looks at together
     ],
     ids=str,
 )
@@ -136,31 +181,22 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
-# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part, and parallel
-# branches; normalised summands; experts. Few layers and heads of each: the interpreter takes seconds for one.
-@pytest.mark.parametrize(
-    ("case", "sizes"),
-    [
-        ("bloom", {"n_layer": 2, "n_head": 2}),
-        ("qwen3", {"num_hidden_layers": 1}),
-        ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}),
-        ("gemma2", {"num_hidden_layers": 2}),
-        ("mixtral", {"num_hidden_layers": 1}),
-    ],
-    ids=["bloom", "qwen3", "gpt_neox", "gemma2", "mixtral"],
-)
-def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
-    case: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# Normalised summands, windows and capped scores; biased sums, layer norms and ALiBi; gates, rotations and norms of
+# heads; heads that are rotated in part, and parallel branches; experts; codes. Few layers and heads of each: the
+# interpreter takes seconds for one. The suite has BLOOM in `test_host_sums.py`, experts in `interpreted_quantised.py`.
+MODELS: list[tuple[str, dict[str, int], str]] = [
+    ("gemma2", {"num_hidden_layers": 2}, "auto"),
+    ("llama", {"num_hidden_layers": 1}, "int8"),
+    ("bloom", {"n_layer": 2, "n_head": 2}, "auto"),
+    ("qwen3", {"num_hidden_layers": 1}, "auto"),
+    ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}, "auto"),
+    ("mixtral", {"num_hidden_layers": 1}, "auto"),
+    ("bloom", {"n_layer": 1, "n_head": 2}, "int8"),
+]
+
+
+@pytest.mark.parametrize(("case", "sizes", "kv_cache"), in_suite(MODELS[:2], MODELS))
+def test_a_model_gives_the_tokens_of_the_reference(
+    case: str, sizes: dict[str, int], kv_cache: str, tmp_path: Path
 ) -> None:
-    save_tiny(case, tmp_path, **sizes)
-    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
-    engines = load_engine(tmp_path), load_engine(tmp_path, backend=backend, captured=False, warms_up=False)
-    expected, found = (
-        generate(engine, [Prompt(list(range(4, 11)), 2, chunk=4), Prompt([40, 50], 2, joins_at=1)])
-        for engine in engines
-    )
-    assert [p.tokens for p in expected] == [p.tokens for p in found]
-    for reference, fused in zip(expected, found, strict=True):
-        torch.testing.assert_close(torch.tensor(reference.logprobs), torch.tensor(fused.logprobs), atol=1e-4, rtol=0)
+    check_model(case, tmp_path, sizes, kv_cache=kv_cache)

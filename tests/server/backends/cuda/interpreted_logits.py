@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.backends.cuda.kernels import search
+from server.backends.cuda.kernels import logits as kernels
 from server.backends.reference.logits import StockLogits
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
+from tests.combinations import all_pairs, by_turns
 from tests.server.backends.cuda import logit_ranks
 from tests.server.backends.cuda.interpreted_cases import quick_calls
 from tests.server.backends.cuda.logit_cases import (
@@ -41,7 +42,7 @@ pytestmark = [
 @pytest.fixture
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search's parts in one tile: the interpreter takes as long for each."""
-    monkeypatch.setattr(search, "TILE", search.PART)
+    monkeypatch.setattr(kernels, "SEARCH_TILE", kernels.SEARCH_PART)
 
 
 def with_removed(logits: Tensor) -> Tensor:
@@ -51,9 +52,7 @@ def with_removed(logits: Tensor) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize(("width", "n", "dtype"), all_pairs(WIDTHS, (1, 2, 5), (torch.float32, torch.float16)))
 def test_summaries_equal_the_reference(width: int, n: int, dtype: torch.dtype) -> None:
     check_summary(with_removed(logits_of(3, width, dtype)), n)
 
@@ -72,8 +71,7 @@ def test_rows_may_lie_apart() -> None:
     check_race(logits_of(3, 5000)[:, 100:4700])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("first_id", [0, 125440])
+@pytest.mark.parametrize(("width", "first_id"), by_turns(WIDTHS, (0, 125440)))
 def test_races_are_won_by_the_same_tokens(width: int, first_id: int) -> None:
     check_race(with_removed(torch.randn(5, width, generator=torch.Generator().manual_seed(2))), first_id)
 
@@ -110,15 +108,14 @@ def test_top_k_of_signed_zeros_and_extremes(large_tiles: None) -> None:
     check_top_k(logits, torch.tensor([[1], [3], [4], [7]]))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("spread", [4.0, 0.1], ids=["peaked", "flat"])
+@pytest.mark.parametrize(("width", "spread"), by_turns(WIDTHS, (4.0, 0.1)))
 def test_top_p_keeps_the_smallest_set_that_reaches_p(width: int, spread: float, large_tiles: None) -> None:
     p = torch.tensor([[0.01], [0.9], [0.999]])
     check_top_p(with_removed(logits_of(len(p), width, spread=spread)), p)
 
 
 def test_a_search_in_tiles_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "PART", 3 * search.TILE)
+    monkeypatch.setattr(kernels, "SEARCH_PART", 3 * kernels.SEARCH_TILE)
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(3)) * 4
     check_top_k(logits, torch.tensor([[50]]))
     check_top_p(logits, torch.tensor([[0.9]]))
@@ -147,6 +144,7 @@ def test_logits_of_the_coldest_temperature_and_the_largest_penalty(large_tiles: 
         assert (distance <= bounds.reach).tolist() == [[id == 1 for id in range(8)]] * 4
 
 
+@pytest.mark.kernels
 def test_ranks_agree_to_the_last_bit_and_choose_what_one_chooses(tmp_path: Path) -> None:
     first, second = logit_ranks.on_ranks(2, tmp_path / "rendezvous")
     assert first == second

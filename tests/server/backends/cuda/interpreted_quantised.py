@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,19 +17,19 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from benchmark.commands import products as products_command
+from benchmark.commands import kernels as kernels_command
 from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
-from benchmark.cost.ceilings import Ceilings
-from server.backends.cpu.device import CpuDevice
+from benchmark.cost.roofline import Ceilings
 from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.choice import MeasuredShare, Shares
 from server.backends.cuda.packing import pack, why_not_packed
 from server.backends.cuda.quantised import CudaQuantised
 from server.backends.reference.linear import stock_gate
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant.noise import noise
-from server.quant.stored import RoundedInputs
-from tests.server.backends.cuda.interpreted_cases import quick_calls
+from server.quantisation.random_weight import noise
+from server.quantisation.stored import RoundedInputs
+from tests.combinations import by_turns
+from tests.server.backends.cuda.interpreted_cases import check_model, interpreted_backend, quick_calls
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, in_suite
 from tests.server.backends.cuda.linear_cases import products
 from tests.server.backends.cuda.quantised_cases import (
@@ -43,8 +42,6 @@ from tests.server.backends.cuda.quantised_cases import (
     check_rounded,
     check_weight_only,
 )
-from tests.server.driver import Prompt, generate, load_engine
-from tests.server.tiny import save_tiny
 
 __all__ = ["quick_calls"]
 
@@ -70,12 +67,24 @@ def exact_float8() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", WEIGHT_ONLY, ids=lambda case: case.name)
-def test_weight_only_products_equal_the_reference(case: WeightCase) -> None:
-    check_weight_only(case, 3, torch.float32, CPU)
+# Of groups, zeros, levels, bits, orders and cuts each once, in 32 bits or in 16.
+IN_32_BITS = [
+    "int4 in groups of 96",
+    "int4 in whole rows, zeros",
+    "int4, a last group that is short",
+    "int4, groups out of order and cut",
+    "int4, both ends cut",
+    "levels in groups of 16",
+    "int2",
+    "int8 in groups out of order",
+    "int8, odd inputs",
+]
+IN_16_BITS = ["int4 in groups of 128", "int4, zeros in fractions", "nf4, cut", "int3"]
 
 
-IN_16_BITS = ["int4 in groups of 32", "int4 in groups of 128", "int4, zeros in fractions", "nf4, cut", "int3"]
+@pytest.mark.parametrize("name", in_suite(IN_32_BITS, [case.name for case in WEIGHT_ONLY]))
+def test_weight_only_products_equal_the_reference(name: str) -> None:
+    check_weight_only(BY_NAME[name], 3, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("name", in_suite(IN_16_BITS, [case.name for case in WEIGHT_ONLY[:3] + WEIGHT_ONLY[12:18]]))
@@ -84,10 +93,7 @@ def test_weight_only_products_in_16_bits_are_close_to_the_reference(name: str) -
 
 
 @pytest.mark.parametrize(
-    ("rows", "is_gated"),
-    in_suite(
-        [(1, True), (9, False), (40, True), (130, False), (260, True)], product((1, 9, 40, 130, 260), (False, True))
-    ),
+    ("rows", "is_gated"), in_suite([(1, True), (9, False), (130, True)], product((1, 9, 40, 130, 260), (False, True)))
 )
 def test_many_rows_and_gates(rows: int, is_gated: bool) -> None:
     check_weight_only(BY_NAME["int4 in groups of 32"], rows, torch.float16, CPU, is_gated=is_gated)
@@ -98,12 +104,11 @@ def test_gates_of_other_weights(name: str) -> None:
     check_weight_only(BY_NAME[name], 2, torch.float16, CPU, is_gated=True)
 
 
-# As many rows as one tile has and more, by turns: every kind once, and both with two kinds.
+# As many rows as one tile has and more, by turns.
 ROUNDED_NAMES = [case.name for case in (*ROUNDED, *CUT)]
-ROWS = [(name, (2, 19)[number % 2]) for number, name in enumerate(ROUNDED_NAMES)] + [("w8a8", 19), ("fp8", 19)]
 
 
-@pytest.mark.parametrize(("name", "rows"), in_suite(ROWS, product(ROUNDED_NAMES, (2, 19))))
+@pytest.mark.parametrize(("name", "rows"), in_suite(by_turns(ROUNDED_NAMES, (2, 19)), product(ROUNDED_NAMES, (2, 19))))
 def test_products_of_rounded_inputs_equal_the_emulation(name: str, rows: int) -> None:
     check_rounded(BY_NAME[name], rows, torch.float32, CPU)
 
@@ -113,28 +118,23 @@ def test_inputs_are_rounded_as_the_reference_does(case: WeightCase) -> None:
     check_codes(case, 3, torch.float16, CPU)
 
 
-@pytest.mark.parametrize(("rows", "processors"), [(2, MANY_SPLITS), (20, ONE_SPLIT)])
-@pytest.mark.parametrize("name", ["int4 in groups of 32", "int4, groups out of order", "int8 in whole rows", "w8a8"])
+@pytest.mark.parametrize(
+    ("name", "rows", "processors"),
+    [
+        ("int4 in groups of 32", 20, ONE_SPLIT),
+        ("int4, groups out of order", 2, MANY_SPLITS),
+        ("int8 in whole rows", 2, MANY_SPLITS),
+        ("w8a8", 20, ONE_SPLIT),
+    ],
+)
 def test_experts_in_one_launch_equal_one_after_the_other(name: str, rows: int, processors: int) -> None:
     check_grouped(BY_NAME[name], rows, torch.float32, CPU, processors)
 
 
-@pytest.mark.parametrize("quantise", ["eetq", "int8"])
-def test_a_quantised_mixture_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
-    quantise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("quantise", in_suite(["int8"], ["eetq"]))
+def test_a_quantised_mixture_gives_the_tokens_of_the_reference(quantise: str, tmp_path: Path) -> None:
     """A dense one: `interpreted_kernels.py`."""
-    save_tiny("mixtral", tmp_path, num_hidden_layers=1)
-    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
-    expected, found = (
-        generate(load_engine(tmp_path, quantise=quantise, warms_up=False, **options), [Prompt(list(range(4, 11)), 2)])
-        for options in ({}, {"backend": backend, "captured": False})
-    )
-    assert [p.tokens for p in expected] == [p.tokens for p in found]
-    logprobs = (torch.tensor(p.logprobs) for (p,) in (expected, found))
-    torch.testing.assert_close(*logprobs, atol=1e-4, rtol=0)
+    check_model("mixtral", tmp_path, {"num_hidden_layers": 1}, quantise=quantise)
 
 
 def test_what_is_measured_on_a_gpu_runs_but_for_the_clock(tmp_path: Path) -> None:
@@ -147,11 +147,11 @@ def test_what_is_measured_on_a_gpu_runs_but_for_the_clock(tmp_path: Path) -> Non
         return 0.5
 
     shared = products(CPU, ONE_SPLIT)
-    found = list(products_command.timed([2, 20], clock, shared, Ceilings(1e9, 1e12), CPU, torch.float16, models))
+    found = list(kernels_command.timed([2, 20], clock, shared, Ceilings(1e9, 1e12), CPU, torch.float16, models))
     assert {"torch._int_mm", "rounding alone", "the layer"} < {row.way for row in found}
     assert all(row.milliseconds is not None for row in found if row.rows > 16 or "torch" not in row.way)
     path = tmp_path / "shares.json"
-    products_command.write_shares(found, path)
+    kernels_command.write_shares(found, path)
     shares = Shares.read(path)
     assert {"int_mm"} == {row.operator for row in shares.measured}
     assert not shares.is_good("int_mm", 64, 128, 20) and not shares.is_good("scaled_mm", 64, 128, 20)
@@ -159,14 +159,13 @@ def test_what_is_measured_on_a_gpu_runs_but_for_the_clock(tmp_path: Path) -> Non
     assert good.is_good("int_mm", 64, 128, 1500) and not good.is_good("int_mm", 64, 128, 17)
 
 
-def backend(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
-    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return CudaBackend(CpuDevice(), torch.float32)
+@pytest.fixture
+def ours() -> Iterator[CudaBackend]:
+    with interpreted_backend() as backend:
+        yield backend
 
 
-def test_what_no_kernel_multiplies_is_left_to_the_reference_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = backend(monkeypatch)
+def test_what_no_kernel_multiplies_is_left_to_the_reference_and_said(ours: CudaBackend) -> None:
     weight = BY_NAME["int4 in groups of 32"].weight(CPU)
     odd = replace(weight, levels=torch.linspace(-1, 1, 16))  # and zero points
     assert isinstance(ours.linear(weight), CudaQuantised)
@@ -183,8 +182,7 @@ REFUSED = {
     "different kinds of numbers": replace(BY_NAME["fp8"], inputs=RoundedInputs(torch.int8)),
     "cut or out of order": replace(BY_NAME["w8a8, groups"], inputs=RoundedInputs(torch.int8, group=32)),
     "a zero point have no kernel": replace(
-        BY_NAME["w8a8, groups"],
-        inputs=RoundedInputs(torch.int8, scale=torch.tensor(0.1), zero=torch.tensor(3.0)),
+        BY_NAME["w8a8, groups"], inputs=RoundedInputs(torch.int8, scale=torch.tensor(0.1), zero=torch.tensor(3.0))
     ),
     "need 9 bits": replace(BY_NAME["int8 in groups"], inputs=RoundedInputs(torch.int8)),
 }
@@ -196,13 +194,12 @@ def test_a_weight_without_a_kernel_says_why(said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("w8a8, fixed", "different layouts"), ("int4 in groups of 32", None), ("w8a8", None)],
+    ("name", "expected"), [("w8a8, fixed", "different layouts"), ("int4 in groups of 32", None), ("w8a8", None)]
 )
 def test_experts_that_are_called_one_by_one_are_not_captured(
-    name: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, expected: str | None, ours: CudaBackend
 ) -> None:
-    ours, case = backend(monkeypatch), BY_NAME[name]
+    case = BY_NAME[name]
     weights = [case.weight(CPU, seed=seed) for seed in range(3)]
     experts = ours.grouped(weights, 3)
     why = ours.why_not_captured(None, "some", 1)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ be told before its import whether to interpret.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,10 @@ from torch import Tensor
 from server.arch.spec import Activation, Alibi
 from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand, split_heads
 from server.backends.reference.attention import ReferenceAttention, rotate
-from server.backends.reference.experts import StockRouting
-from server.backends.reference.linear import DenseFormat, stock_gate
-from server.backends.reference.norm import LayerNorm, RmsNorm
+from server.backends.reference.linear import DenseFormat, LayerNorm, RmsNorm, StockRouting, stock_gate
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
-from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, KvFormat
 from tests.server.backends.test_attention import step_of
 
 if TYPE_CHECKING:
@@ -35,10 +33,11 @@ BLOCKS = 64
 ONE_SPLIT, MANY_SPLITS = 1, 4  # multiprocessors to fill: with one, four programs are enough, and nothing is split
 
 
-def in_suite(suite: Sequence[Any], whole: Iterable[Any]) -> list[Any]:
+def in_suite(suite: Iterable[Any], whole: Iterable[Any]) -> list[Any]:
     """Parameters: those of the suite, then the rest of the whole, which `make test-kernels` runs."""
-    rest = [case for case in whole if case not in suite]
-    return [*suite, *(pytest.param(*(case if type(case) is tuple else [case]), marks=KERNELS) for case in rest)]
+    kept = list(suite)
+    rest = [case for case in whole if case not in kept]
+    return [*kept, *(pytest.param(*(case if type(case) is tuple else [case]), marks=KERNELS) for case in rest)]
 
 
 def plain(num_heads: int) -> Scores:
@@ -210,7 +209,7 @@ def check_quantised(case: Case, format: KvFormat, dtype: torch.dtype, device: to
 
 def check_codes(format: KvFormat, device: torch.device) -> None:
     """Rows of all sizes, ties, and what is no number are stored to the bit as the reference stores them."""
-    from server.backends.cuda.kernels.store import store
+    from server.backends.cuda.kernels.cache import store
 
     k, v = random(2, 64, 3, 80, dtype=torch.float32, device=device)
     k *= torch.logspace(-20, 20, 64, device=device).view(64, 1, 1)

@@ -30,7 +30,7 @@ from server.backends.protocol import Computation
 from server.checkpoint.weights import Weights
 from server.model.layer import Layer
 from server.model.load import load
-from server.ranks.distributed import Shard
+from server.ranks.collectives import Shard
 from server.stepping.engine import Engine
 from server.stepping.graphs import Form
 from server.stepping.sampling import Watermark

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.protocol import LinearFormat
-from server.backends.reference.experts import LoopedExperts
-from server.backends.reference.linear import DenseFormat, stock_gate
+from server.backends.reference.linear import DenseFormat, LoopedExperts, stock_gate
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from server.backends.cpu.device import CpuDevice
-from server.backends.cuda.kernels import search
+from server.backends.cuda.kernels import logits as kernels
 from server.backends.cuda.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.blocks import ceil_divide
-from server.ranks.distributed import Shard, connect, disconnect
+from server.ranks.collectives import Shard, connect, disconnect
 from server.stepping.logit_rules import History
 from server.stepping.sampling import Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
@@ -58,7 +58,7 @@ def run_rank(arguments: tuple[int, int, str]) -> Sampled:
     """What one rank chooses. It leaves the group even when it fails, so that the others do not wait for it."""
     rank, world_size, rendezvous = arguments
     torch.set_num_threads(1)
-    search.TILE = search.PART  # the interpreter takes as long for each
+    kernels.SEARCH_TILE = kernels.SEARCH_PART  # the interpreter takes as long for each
     shard = connect(rank, world_size, rendezvous, torch.device("cpu"))
     try:
         with quick_interpreter():

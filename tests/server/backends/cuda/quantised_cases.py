@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from server.arch.spec import Activation
-from server.backends.reference.experts import LoopedExperts
-from server.backends.reference.linear import DenseFormat, stock_gate
+from server.backends.reference.linear import DenseFormat, LoopedExperts, stock_gate
 from server.backends.reference.quantised import QuantisedFormat
-from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
+from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, random
 from tests.server.backends.cuda.linear_cases import close, products
 

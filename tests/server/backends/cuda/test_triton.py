@@ -3,8 +3,8 @@
 Triton decides at its import whether it interprets, so both run in processes of their own: whatever this process has
 imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/kernels/`.
 
-In the suite every kind of layer, head and rounding is there, with shapes by turns; `make test-kernels` has all of them
-in all shapes, which takes as long again.
+In the suite every kernel and every way through it is there once; `make test-kernels` has all shapes, which takes
+several times as long.
 """
 
 from __future__ import annotations
@@ -23,15 +23,10 @@ HAS_TRITON = sys.platform == "linux" and platform.machine() == "x86_64"  # where
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux on x86-64 alone")
 
 
-SUITE, REST = "not kernels", "kernels"  # which tests of a module are run: those that are in the suite, and the others
-ATTENTION = ["interpreted_kernels", "interpreted_cache"]  # all of them are in the suite
-LAYERS = ["interpreted_logits", "interpreted_linear", "interpreted_quantised"]
-COMPILED = [["compiled_kernels"], ["compiled_wiring", "compiled_logits", "compiled_linear", "compiled_quantised"]]
-
-
-def both(names: Sequence[str]) -> list[object]:
-    """A group of modules in the suite, and the rest of it."""
-    return [pytest.param(names, SUITE), pytest.param(names, REST, marks=pytest.mark.kernels)]
+INTERPRETED = ["interpreted_kernels", "interpreted_logits", "interpreted_linear", "interpreted_quantised"]
+COMPILED = ["compiled_kernels", "compiled_logits", "compiled_linear", "compiled_quantised"]
+# Those that are in the suite, and the others.
+PARTS = pytest.mark.parametrize("part", ["not kernels", pytest.param("kernels", marks=pytest.mark.kernels)])
 
 
 def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -52,20 +47,20 @@ def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> s
 
 
 @needs_triton
-@pytest.mark.parametrize("names, part", [(ATTENTION, SUITE), *both(LAYERS)])
-def test_interpreted_kernels_equal_the_reference(names: list[str], part: str) -> None:
-    result = run_tests({"TRITON_INTERPRET": "1"}, part, names)
+@PARTS
+def test_interpreted_kernels_equal_the_reference(part: str) -> None:
+    result = run_tests({"TRITON_INTERPRET": "1"}, part, INTERPRETED)
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
 @needs_triton
-@pytest.mark.parametrize("names, part", [case for names in COMPILED for case in both(names)])
-def test_kernels_compile_for_a_gpu(names: list[str], part: str, pytestconfig: pytest.Config) -> None:
+@PARTS
+def test_kernels_compile_for_a_gpu(part: str, pytestconfig: pytest.Config) -> None:
     # Compiling is most of the time. Triton keeps each result under a hash of the kernel's source, of all that it calls,
     # of the options and of Triton itself; a clean checkout, as in CI, has none.
     assert pytestconfig.cache is not None
     kept = str(pytestconfig.cache.mkdir("triton"))
-    result = run_tests({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}, part, names)
+    result = run_tests({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}, part, COMPILED)
     assert 0 == result.returncode, result.stdout + result.stderr
 
 

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.router.apis.anthropic.test_routes import PLAIN, TELLING, template_in
-from tests.router.doubles import fake_shards, make_limits
-from tests.router.served import Served, served
-from tests.router.site import PROMPT, answering, site
+from tests.router.served import Served
+from tests.router.site import PROMPT
 
 URL = "/v1/responses"
 BODY: dict[str, Any] = {"input": PROMPT, "temperature": 0}
 LOGPROBS = ["message.output_text.logprobs"]
 TOOL = {"type": "function", "name": "f"}
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Its prompt is the last message alone."""
-    with served(tmp_path_factory.mktemp("plain"), lambda _: "one two", PLAIN) as it:
-        yield it
-
-
-@pytest.fixture(scope="module")
-def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Its prompt shows all messages."""
-    with served(tmp_path_factory.mktemp("telling"), lambda _: "one two", TELLING) as it:
-        yield it
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -205,71 +185,6 @@ def test_items_become_what_templates_take(telling: Served) -> None:
     assert {"object": "response.input_tokens", "input_tokens": answer.json()["usage"]["input_tokens"]} == counted
 
 
-def item(**fields: Any) -> dict[str, Any]:
-    return {"input": [{"role": "user", "content": "x"}, fields]}
-
-
-def call(arguments: Any) -> dict[str, Any]:
-    return item(type="function_call", call_id="1", name="f", arguments=arguments)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"input": None}, "no message of the user: give at least one"),
-        ({"input": []}, "no message of the user"),
-        ({"input": 5}, "input"),
-        (item(role="boss", content="x"), "`input.1.role` is boss"),
-        (item(role="user", content=5), "`input.1.content` must be a text or a list of parts"),
-        (item(role="user", content=[{"type": "input_image"}]), "`input.1.content.0` is of type input_image, and the"),
-        (item(type="item_reference", id="x"), "`input.1` refers to an item that is stored"),
-        (item(type="web_search_call", id="x"), "`input.1` is of type web_search_call"),
-        (call("{"), "`input.1.arguments` must be a JSON object"),
-        (
-            call("[]"),
-            "`input.1.arguments` must be a JSON object",
-        ),
-        (call({}), "`input.1.arguments` must be a string"),
-        (
-            call(f'{{"x":{"[" * 99 + "]" * 99}}}'),
-            "deeper than 64",
-        ),
-        (call(f"[{'1,' * 20000}1]"), "more than 10000 values"),
-        (item(type="function_call_output", output="x"), "`input.1.call_id` must be a string"),
-        ({"previous_response_id": "resp_1"}, "`previous_response_id` needs responses that are stored"),
-        ({"conversation": "conv_1"}, "`conversation` needs responses that are stored"),
-        ({"background": True}, "`background` needs responses that are stored"),
-        ({"prompt": {"id": "x"}}, "`prompt` is not served"),
-        ({"top_logprobs": 2}, "`top_logprobs` is 2, and `include` has no message.output_text.logprobs: add it"),
-        ({"include": LOGPROBS, "top_logprobs": 99}, "`top_logprobs` must be >= 0 and <= 20 (max_top_n_tokens)"),
-        ({"include": LOGPROBS, "tools": [TOOL]}, "`include` has message.output_text.logprobs, which answers that may"),
-        (
-            {"text": {"format": {"type": "xml"}}},
-            "`text.format.type` is xml: give one of text, json_object, ",
-        ),
-        ({"text": {"format": {"type": "json_schema"}}}, "`text.format.schema` must be a JSON schema, an object"),
-        (
-            {"text": {"format": {"type": "json_schema", "schema": {"enum": ["x" * 70_000]}}}},
-            "`text.format` has 70",
-        ),
-        ({"model": "x" * 257}, "`model`: string should have at most 256 characters"),
-        ({"max_output_tokens": 0}, "`max_output_tokens` must be strictly positive"),
-        ({"max_output_tokens": 4500}, "prompt tokens + `max_output_tokens` must be <= 4500"),
-        ({"temperature": -1}, "`temperature` must be strictly positive"),
-        ({"metadata": {"x": "y" * 513}}, "`metadata` may have 16 pairs"),
-        ({"metadata": {"x": 1}}, "metadata.x"),
-        ({"reasoning": {"effort": "x" * 65}}, "reasoning.effort"),
-    ],
-)
-def test_what_is_wrong_is_400_in_openai_s_shape(plain: Served, changes: dict[str, Any], sentence: str) -> None:
-    for stream in (False, True):
-        answer = plain.http.post(URL, json={**BODY, **changes, "stream": stream})
-        assert 400 == answer.status_code, answer.text
-        body = answer.json()
-        assert ("invalid_request_error", "validation") == (body["error"]["type"], body["error_type"])
-        assert sentence in body["error"]["message"] and "`truncate`" not in body["error"]["message"]
-
-
 def test_null_unknown_and_neutral_fields_are_no_reason_to_refuse(plain: Served) -> None:
     names = "instructions max_output_tokens metadata parallel_tool_calls reasoning store stream temperature text tools"
     neutral: dict[str, Any] = dict.fromkeys([*names.split(), "tool_choice", "top_p", "truncation", "include", "prompt"])
@@ -300,15 +215,3 @@ def test_nothing_is_stored(plain: Served) -> None:
         assert (404, "not_found") == (answer.status_code, answer.json()["error_type"])
         assert "responses are not stored here" in answer.json()["error"]["message"]
     assert 405 == plain.http.get(URL).status_code
-
-
-async def test_an_error_after_the_first_token_is_told_as_openai_tells_it(tmp_path: Path) -> None:
-    shards = fake_shards(make_limits(), deaths={3}, **answering("one two"))
-    async with site(shards, config={"chat_template": template_in(tmp_path)}) as it:
-        it.http.timeout = 60
-        events = events_of((await it.http.post(URL, json={**BODY, "stream": True})).text)
-        assert "response.created" == events[0]["type"]
-        error, failed = events[-2:]
-        assert ("error", "server_error", "generation") == (error["type"], error["code"], error["error_type"])
-        assert ("response.failed", "failed") == (failed["type"], failed["response"]["status"])
-        assert {"code": "server_error", "message": error["message"]} == failed["response"]["error"]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from router.apis.openai.responses.answers import TOOL
-from tests.router.apis.anthropic.test_tools import reply
+from router.apis.openai.responses.routes import TOOL
 from tests.router.apis.openai.responses.test_routes import URL, events_of, message, without_id
-from tests.router.served import Served, served
+from tests.router.served import Served
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 WEATHER = {
@@ -30,13 +28,6 @@ REASONING = {
     "summary": [],
     "content": [{"type": "reasoning_text", "text": "Hm."}],
 }
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    settings = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
-    with served(tmp_path_factory.mktemp("site"), reply, **settings) as it:
-        yield it
 
 
 def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -83,11 +74,11 @@ def check_item(events: list[dict[str, Any]], index: int, item: dict[str, Any]) -
     ],
 )
 def test_calls_and_reasoning_are_items_whole_and_streamed(
-    site: Served, changes: dict[str, Any], expected: list[dict[str, Any]], status: str
+    tooled: Served, changes: dict[str, Any], expected: list[dict[str, Any]], status: str
 ) -> None:
-    body = site.http.post(URL, json={**BODY, **changes}).json()
+    body = tooled.http.post(URL, json={**BODY, **changes}).json()
     assert (expected, status) == (without_ids(body["output"]), body["status"])
-    events = events_of(site.http.post(URL, json={**BODY, **changes, "stream": True}).text)
+    events = events_of(tooled.http.post(URL, json={**BODY, **changes, "stream": True}).text)
     last = events[-1]
     assert f"response.{status}" == last["type"]
     assert expected == without_ids(last["response"]["output"])
@@ -97,45 +88,16 @@ def test_calls_and_reasoning_are_items_whole_and_streamed(
     assert counts == [len("<think>Hm.") if "instructions" in changes else 0] * 2
 
 
-def test_the_model_sees_the_functions_and_the_results(site: Served) -> None:
-    first = site.http.post(URL, json=BODY).json()
+def test_the_model_sees_the_functions_and_the_results(tooled: Served) -> None:
+    first = tooled.http.post(URL, json=BODY).json()
     assert [{**TOOL, **WEATHER}, {**TOOL, **TIME}] == first["tools"]
-    shown = json.loads(site.prompt[: site.prompt.index("][") + 1])
+    shown = json.loads(tooled.prompt[: tooled.prompt.index("][") + 1])
     assert ["weather", "time"] == [tool["function"]["name"] for tool in shown]
     assert PARAMETERS == shown[0]["function"]["parameters"]
     calls = [item for item in first["output"] if item["type"] == "function_call"]
     results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "rain"} for call in calls]
     body = {**BODY, "input": [{"role": "user", "content": BODY["input"]}, *first["output"], *results]}
-    second = site.http.post(URL, json=body).json()
+    second = tooled.http.post(URL, json=body).json()
     assert [message("It rains.")] == without_ids(second["output"])
-    told = json.loads(site.prompt[site.prompt.index("][") + 1 :])
+    told = json.loads(tooled.prompt[tooled.prompt.index("][") + 1 :])
     assert ["user", "assistant", "tool", "tool"] == [one["role"] for one in told]
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "`tools.0` is of type web_search, and only functions are served"),
-        ({"tools": [{"name": "f"}]}, "`tools.0` is of type None"),
-        ({"tools": [{"type": "function"}]}, "`tools.0.name` must be a string"),
-        ({"tools": [{**WEATHER, "description": 5}]}, "`tools.0.description` must be a string"),
-        ({"tools": [{**WEATHER, "parameters": []}]}, "`tools.0.parameters` must be a JSON schema"),
-        ({"tools": [WEATHER, WEATHER]}, "two functions with the name weather"),
-        ({"tool_choice": "some"}, "`tool_choice` is some: give auto, none, required, or one function by its name"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "needs a `mode`, auto or required, and a list"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}}, "needs a `mode`, auto or required"),
-        (
-            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "other"}]}},
-            "`tool_choice` allows other, which is not among `tools`",
-        ),
-        ({"tool_choice": {"type": "web_search"}}, "`tool_choice` is web_search"),
-        ({"tool_choice": {"type": "function"}}, "`tool_choice.name` must be a string"),
-        ({"tool_choice": {"type": "function", "name": "other"}}, "`tool_choice` is other, which is neither"),
-        ({"tools": None, "tool_choice": "required"}, "there are no `tools`"),
-    ],
-)
-def test_what_is_wrong_with_tools_is_refused(site: Served, changes: dict[str, Any], sentence: str) -> None:
-    for path in (URL, f"{URL}/input_tokens"):
-        answer = site.http.post(path, json={**BODY, **changes})
-        assert (400, "validation") == (answer.status_code, answer.json()["error_type"])
-        assert sentence in answer.json()["error"]["message"]

@@ -1,0 +1,266 @@
+"""config.json as families read it: what its fields must be, and what several families read in the same way.
+
+A checkpoint is untrusted: a field of the wrong kind is one sentence here, and not an error somewhere in the arithmetic.
+Fields that no family reads pass, and so does null, which counts as left out. Left out: whether fields fit each other
+(`spec.validate`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from server.arch.spec import (
+    Activation,
+    ArchSpec,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
+
+Config = Mapping[str, Any]
+
+MOST_LAYERS = 10_000
+MOST = 2**40  # of anything that is counted
+MOST_SHOWN = 80  # characters of a value
+MOST_DEPTH = 64  # of objects and lists within each other
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value must be, for people and for us."""
+
+    name: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(least: int, most: int = MOST) -> Kind:
+    return Kind(f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MOST  # which is false of NaN
+
+
+def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
+    return Kind(f"a list of {of}", lambda value: isinstance(value, list) and all(map(fits, value)))
+
+
+SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2)
+NUMBER = Kind("a number", _is_number)
+POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+TEXTS = _list("texts", TEXT.fits)
+WHOLES = _list("whole numbers", COUNT.fits)
+NUMBERS = _list("numbers", _is_number)
+
+FIELDS: dict[str, Kind] = {
+    name: kind
+    for kind, names in (
+        (
+            SIZE,
+            "d_ff d_kv d_model decoder_sparse_step ffn_dim ffn_hidden_size head_dim hidden_size intermediate_size "
+            "kv_channels model_max_length moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads "
+            "n_inner n_positions num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads "
+            "num_local_experts padded_vocab_size relative_attention_max_distance relative_attention_num_buckets "
+            "seq_length sliding_window_pattern vocab_size word_embed_proj_dim",
+        ),
+        (POSITIONS, "max_position_embeddings original_max_position_embeddings"),
+        (COUNT, "decoder_start_token_id max_window_layers num_experts num_ln_in_parallel_attn sliding_window"),
+        (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
+        (NUMBER, "alibi_bias_max attention_factor clip_qkv mscale mscale_all_dim softmax_scale"),
+        (
+            POSITIVE,
+            "attn_logit_softcapping beta_fast beta_slow expansion_ratio factor final_logit_softcapping "
+            "high_freq_factor layer_norm_eps layer_norm_epsilon layernorm_epsilon low_freq_factor norm_epsilon "
+            "partial_rotary_factor query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_ratio rope_theta "
+            "rotary_emb_base rotary_pct",
+        ),
+        (
+            FLAG,
+            "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
+            "attention_bias bias do_layer_norm_before enable_bias mlp_bias multi_query multi_query_attention "
+            "new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm scale_decoder_outputs "
+            "tie_word_embeddings truncate use_bias use_parallel_residual use_qkv_bias use_sliding_window",
+        ),
+        (
+            TEXT,
+            "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type",
+        ),
+        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention"),
+        (TEXTS, "layer_types"),
+        (WHOLES, "mlp_only_layers"),
+        (NUMBERS, "long_factor short_factor"),
+    )
+    for name in names.split()
+}
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def checked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without what is null. Raises ValueError for a field that a family reads and that is of a wrong kind.
+
+    What is nested so deep that walking through it could end with a RecursionError is refused first.
+    """
+    if _is_too_deep(config):
+        raise ValueError(f"config.json nests objects and lists more than {MOST_DEPTH} deep: download it again")
+    return _checked(config, "")
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [inner for outer in level for inner in _containers(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """Objects and lists right within another."""
+    among = value.values() if isinstance(value, Mapping) else value
+    return (inner for inner in among if isinstance(inner, Mapping | list))
+
+
+def _checked(config: Mapping[str, Any], within: str) -> dict[str, Any]:
+    """within: the name of the object that this is, with a dot.
+
+    Rotations that are told by types of layers are told so alone: transformers 5 may write other values beside them.
+    """
+    given = {}
+    by_type = {name: config[name] for name in LAYER_TYPES if isinstance(config.get(name), Mapping)}
+    for name, value in (by_type or config).items():
+        kind = FIELDS.get(name)
+        if value is None:
+            continue
+        if kind is not None and not kind.fits(value):
+            raise ValueError(
+                f"config.json says {within}{name} {_shown(value)}, which must be {kind.name}: download it again"
+            )
+        given[name] = _checked(value, f"{within}{name}.") if kind is OBJECT else value
+    return given
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
+
+
+ACTIVATIONS = {
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+}
+
+
+def activation(name: str) -> Activation:
+    """The activation that config.json calls `name`."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"config.json asks for the activation {name!r}; served are: {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]
+
+
+def head_dim(config: Config) -> int:
+    """Features of one head: given, or the model's width divided by its heads."""
+    return config.get("head_dim") or share_of(config["hidden_size"], config["num_attention_heads"])
+
+
+def share_of(width: int, heads: int) -> int:
+    """Features of one of so many heads that share a width."""
+    if heads > width:
+        raise ValueError(f"config.json says {heads} heads for a width of {width}: download it again")
+    return width // heads
+
+
+def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:
+    """The same with a window in some layers: by `layer_types` where config.json has them, else by `is_windowed`."""
+    window = config.get("sliding_window") or 0
+    types = config.get("layer_types") or []
+    found = [kind == "sliding_attention" for kind in types] or [is_windowed(i) for i in range(spec.num_layers)]
+    if len(found) != spec.num_layers:
+        raise ValueError(f"config.json has {len(found)} `layer_types` for {spec.num_layers} layers: download it again")
+    layers = zip(spec.layers, found, strict=True)
+    return replace(spec, layers=tuple(replace(layer, window=window if wanted else 0) for layer, wanted in layers))
+
+
+def rope(config: Config, dim: int, *, kind: str | None = None, theta: float = 10000.0) -> Rope:
+    """The rotation that config.json describes, in its old form (`rope_theta`, `rope_scaling`) or in its new one.
+
+    kind: the layer type, for models that rotate their layer types differently; theta: the default of the family.
+    """
+    given = config.get("rope_parameters") or {}
+    given = given.get(kind, given) if kind else given
+    given = given or config.get("rope_scaling") or {}
+    base = given.get("rope_theta") or config.get("rope_theta") or theta
+    name = given.get("rope_type") or given.get("type") or "default"
+    if name not in SCALINGS:
+        raise ValueError(f"config.json asks for the rope type {name!r}; served are: {', '.join(sorted(SCALINGS))}")
+    return Rope(theta=float(base), dim=dim, scaling=SCALINGS[name](given, config))
+
+
+def _trained(given: Config, config: Config) -> int:
+    key = "original_max_position_embeddings"
+    return given.get(key) or config.get(key) or config["max_position_embeddings"]
+
+
+def _linear(given: Config, config: Config) -> Scaling:
+    return LinearScaling(given["factor"])
+
+
+def _dynamic(given: Config, config: Config) -> Scaling:
+    return DynamicScaling(given["factor"], config["max_position_embeddings"])
+
+
+def _llama3(given: Config, config: Config) -> Scaling:
+    return Llama3Scaling(given["factor"], given["low_freq_factor"], given["high_freq_factor"], _trained(given, config))
+
+
+def _yarn(given: Config, config: Config) -> Scaling:
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(given["factor"]) + 1.0 if given["factor"] > 1 else 1.0
+
+    scale = given.get("attention_factor")
+    if scale is None and given.get("mscale") and given.get("mscale_all_dim"):
+        scale = magnitude(given["mscale"]) / magnitude(given["mscale_all_dim"])
+    return YarnScaling(
+        factor=given["factor"],
+        trained_positions=_trained(given, config),
+        beta_fast=given.get("beta_fast") or 32.0,
+        beta_slow=given.get("beta_slow") or 1.0,
+        truncate=given.get("truncate", True),
+        magnitude=scale or magnitude(1.0),
+    )
+
+
+def _long(given: Config, config: Config) -> Scaling:
+    trained = _trained(given, config)
+    factor = given.get("factor") or config["max_position_embeddings"] / trained
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return LongScaling(
+        tuple(given["short_factor"]), tuple(given["long_factor"]), trained, given.get("attention_factor") or magnitude
+    )
+
+
+SCALINGS: dict[str, Callable[[Config, Config], Scaling | None]] = {
+    "default": lambda given, config: None,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _long,
+    "su": _long,
+}

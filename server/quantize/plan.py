@@ -1,0 +1,111 @@
+"""What of a model is quantised, and whether it can be: known from the names and shapes of its tensors.
+
+Matrices of a layer that read the same inputs are quantised together: a `MatrixSet`.
+
+Shapes: F output features, D input features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from server.arch.spec import ArchSpec, LayerSpec, Moe
+from server.checkpoint.weights import Checkpoint, Weights
+from server.quantisation.packing import unit_of
+from server.quantize.recipe import Recipe
+
+# Place -> the field of a layer, the field of that, and the roles that may stand there, of which a family has the first
+# that it names.
+PLACES: Mapping[str, tuple[str, str, Sequence[tuple[str, ...]]]] = {
+    "qkv": ("attention", "qkv", (("qkv",), ("q", "k", "v"))),
+    "attention_out": ("attention", "out", (("attention_out",),)),
+    "up": ("mlp", "up", (("mlp_gate_up",), ("mlp_gate", "mlp_up"), ("mlp_up",))),
+    "down": ("mlp", "down", (("mlp_down",),)),
+}
+EXPERT_ROLES = {"up": ("expert_gate", "expert_up"), "down": ("expert_down",)}
+# Roles of matrices that stay as they are.
+KEPT = ("head", "router", "project_in", "project_out")
+
+
+@dataclass(frozen=True)
+class MatrixSet:
+    """Matrices of one layer that read the same inputs, by what the checkpoint calls them. expert: 0 without experts."""
+
+    place: str
+    expert: int
+    names: Mapping[str, str]  # by role
+
+
+def matrix_sets_of(weights: Weights, spec: ArchSpec, index: int) -> Iterator[MatrixSet]:
+    """All of one layer, in the order in which a step comes through them."""
+    of_layer = weights.of_layer(index)
+    mlp = spec.layers[index].mlp
+    for place, (_, _, alternatives) in PLACES.items():
+        if isinstance(mlp, Moe) and place in EXPERT_ROLES:
+            for expert in range(mlp.num_experts):
+                yield MatrixSet(place, expert, {role: of_layer.name_of(role, expert) for role in EXPERT_ROLES[place]})
+            continue
+        roles = next(roles for roles in alternatives if all(_has(of_layer, role, spec.layers[index]) for role in roles))
+        yield MatrixSet(place, 0, {role: of_layer.name_of(role) for role in roles})
+
+
+def _has(weights: Weights, role: str, layer: LayerSpec) -> bool:
+    """Whether the family names this role and the checkpoint has it: T5's gate is named for all."""
+    return weights.has(role) and f"{weights.name_of(role)}.weight" in weights.checkpoint
+
+
+@dataclass(frozen=True)
+class Plan:
+    """matrix_sets: of each layer; sizes: (F, D) of each matrix by its name; ignore: patterns of matrices that stay."""
+
+    matrix_sets: tuple[tuple[MatrixSet, ...], ...]
+    sizes: dict[str, tuple[int, int]]
+    ignore: tuple[str, ...]
+
+
+def make_plan(weights: Weights, spec: ArchSpec, recipe: Recipe) -> Plan:
+    """Raises ValueError for a model that cannot be quantised so."""
+    if spec.encoder is not None:
+        raise ValueError(
+            "the model is an encoder-decoder, which text alone does not calibrate: serve it with --quantize int8, "
+            "which quantises while loading"
+        )
+    matrix_sets = tuple(tuple(matrix_sets_of(weights, spec, index)) for index in range(spec.num_layers))
+    sizes = {
+        name: _size(weights, name) for layer in matrix_sets for matrices in layer for name in matrices.names.values()
+    }
+    if problem := next(_problems(sizes, recipe), None):
+        raise ValueError(problem)
+    return Plan(matrix_sets, sizes, tuple(_ignored(weights)))
+
+
+def _size(weights: Weights, name: str) -> tuple[int, int]:
+    assert isinstance(weights.checkpoint, Checkpoint), "what is quantised has been read"
+    first, second = weights.checkpoint.shape_of(f"{name}.weight")
+    return (second, first) if weights.names.transposed else (first, second)
+
+
+def _problems(sizes: dict[str, tuple[int, int]], recipe: Recipe) -> Iterator[str]:
+    for name, (outputs, inputs) in sizes.items():
+        if recipe.method != "w8a8" and recipe.group_size > 0 and inputs % recipe.group_size:
+            fitting = [size for size in (128, 64, 32, 16, 8) if all(d % size == 0 for _, d in sizes.values())]
+            remedy = f"give {fitting[0]} or -1" if fitting else "give -1"
+            yield f"--group-size is {recipe.group_size}, which does not divide the {inputs} inputs of {name}: {remedy}"
+        unit = unit_of(recipe.bits)
+        if recipe.layout == "gptq" and (inputs % unit or outputs % unit):
+            yield (
+                f"--bits is {recipe.bits}, of which {unit} codes are packed at a time, and {name} has {inputs} inputs "
+                f"and {outputs} outputs: give --bits 4 or 8"
+            )
+
+
+def _ignored(weights: Weights) -> Iterator[str]:
+    """Readers match these with the names of a model's modules, among them a head that is tied to the embedding."""
+    yield "lm_head"
+    for role in KEPT:
+        entry = weights.names.roles.get(role, ())
+        for name in (entry,) if isinstance(entry, str) else entry:
+            if name not in ("lm_head", weights.names.roles.get("embed")):
+                yield "re:.*" + re.escape(name).replace(r"\{i\}", r"\d+") + "$"

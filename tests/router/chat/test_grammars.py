@@ -1,0 +1,316 @@
+"""Grammars for calls, tried on texts by llguidance itself: what they let pass is read as the call that it is."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from router.chat.formats import REASONING
+from router.chat.grammars import schema_of
+from router.chat.pieces import whole
+from router.chat.reader import AnswerFormats
+from router.chat.template import ChatTemplate
+from router.chat.tools import Offer, Tool, ToolChoice, offer
+from router.errors import ValidationError
+from router.requests.grammars import answer_grammar_of, renaming_errors
+from router.requests.schemas import GenerateParameters, GrammarParameters, PromptRequest
+from router.scheduling.grammar import Grammar, GrammarKind
+from router.text.tokenizer import ModelTokenizer
+from tests.router.doubles import EOS, byte_tokenizer
+
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+WEATHER = Tool("weather", parameters={**PLACE, "additionalProperties": False})
+STRICT = Tool("weather", parameters={**PLACE, "additionalProperties": False}, strict=True)
+TIME = Tool("time")
+SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>", "<｜tool▁sep｜>", "[THINK]", "[/THINK]")
+TOKENS = ("<tool_call>", "</tool_call>", "</think>", "<think>")
+
+
+@cache
+def marked(*more: str) -> Tokenizer:
+    plain = byte_tokenizer().tokenizer
+    tokenizer = type(plain).from_str(plain.to_str())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (*SPECIAL, *more)])
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in TOKENS])
+    return tokenizer
+
+
+def formats(name: str, reasoning: str = "none", *more: str) -> AnswerFormats:
+    tokenizer = ModelTokenizer.of(marked(*more), frozenset({EOS}))
+    return AnswerFormats.of(name, reasoning, ChatTemplate({}, {}), tokenizer)
+
+
+def held(its: AnswerFormats, offered: Offer, prompt_end: str = "") -> str | None:
+    reading = its.reading(offered)
+    assert reading is not None
+    return reading.call_grammar(prompt_end)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_closed"),
+    [
+        (PLACE, True),
+        (None, True),
+        ({**PLACE, "additionalProperties": True}, False),
+        ({**PLACE, "patternProperties": {"^x-": {"type": "string"}}}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": PLACE}}, False),
+    ],
+)
+def test_arguments_that_a_function_does_not_declare_do_not_come(
+    parameters: dict[str, Any] | None, is_closed: bool
+) -> None:
+    schema = schema_of(Tool("weather", parameters=parameters))
+    assert is_closed is (schema.get("additionalProperties") is False)
+
+
+def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the text is all of an answer."""
+    table = LLTokenizer(tokenizer.to_str(), n_vocab=300, eos_token=[EOS])
+    matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+CALL = '{"name": "weather", "arguments": {"place": "Zürich"}}'
+NONE = '{"name": "time", "arguments": {}}'
+# format, special tokens beside the others, one call, two calls
+WRITTEN = [
+    ("hermes", (), f"<tool_call>\n{CALL}\n</tool_call>",
+     f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{NONE}\n</tool_call>"),
+    ("llama3", (), CALL.replace("arguments", "parameters"), f"{CALL}; {NONE}".replace("arguments", "parameters")),
+    ("mistral", (), f"[TOOL_CALLS][{CALL}]", f"[TOOL_CALLS][{CALL}, {NONE}]"),
+    ("mistral", ("[ARGS]",), '[TOOL_CALLS]weather[ARGS]{"place": "Zürich"}',
+     '[TOOL_CALLS]weather[ARGS]{"place": "Zürich"}[TOOL_CALLS]time[ARGS]{}'),
+    ("deepseek", (), '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"place": "Zürich"}'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"place": "Zürich"}<｜tool▁call▁end｜>'
+     "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    ("json", (), CALL, f"{CALL}\n{NONE}"),
+]  # fmt: skip
+ONE, TWO = ("weather", '{"place": "Zürich"}'), ("time", "{}")
+
+
+def required(name: str | None = None, *, is_parallel: bool = True, tools: tuple[Tool, ...] = (WEATHER, TIME)) -> Offer:
+    return offer(tools, ToolChoice("required", name, is_parallel))
+
+
+@pytest.mark.parametrize(("name", "more", "one", "two"), WRITTEN)
+def test_a_required_call_is_all_of_the_answer(name: str, more: tuple[str, ...], one: str, two: str) -> None:
+    its = formats(name, "none", *more)
+    tokenizer = marked(*more)
+    grammar = held(its, required()) or ""
+    assert accepts(tokenizer, grammar, one) and accepts(tokenizer, grammar, two)
+    for other in ("", "No.", one[:-1], f"{one} So.", one.replace("weather", "whether"), one.replace("place", "plaice")):
+        assert not accepts(tokenizer, grammar, other), other
+    for offered in (required(is_parallel=False), required("weather"), required("weather", is_parallel=False)):
+        single = held(its, offered) or ""
+        assert accepts(tokenizer, single, one) and not accepts(tokenizer, single, two)
+    reading = its.reading(required())
+    assert reading is not None
+    for text, expected in ((one, [ONE]), (two, [ONE, TWO])):
+        reader = reading.reader("")
+        content = whole([*reader.feed(text), *reader.end()])
+        assert (expected, "") == ([(call.name, call.arguments) for call in content.calls], content.text)
+
+
+@pytest.mark.parametrize(("name", "more", "one", "two"), WRITTEN)
+def test_a_strict_function_is_held_where_it_is_called(name: str, more: tuple[str, ...], one: str, two: str) -> None:
+    its = formats(name, "none", *more)
+    tokenizer = marked(*more)
+    grammar = held(its, offer((STRICT, TIME), ToolChoice())) or ""
+    for text in ("", "No.", "Both: 1 < 2 [3] {4}", one, two):
+        assert accepts(tokenizer, grammar, text), text
+    assert not accepts(tokenizer, grammar, one.replace("place", "plaice"))
+    assert not accepts(tokenizer, grammar, one.replace("weather", "whether"))
+    if not its.tools or not its.tools.is_bare:
+        assert accepts(tokenizer, grammar, f"Let me see.\n{one}\nSo.")
+        assert not accepts(tokenizer, grammar, f"Let me see. {one.replace('place', 'plaice')}")
+    assert None is held(its, offer((WEATHER, TIME), ToolChoice()))
+    assert None is its.reading(offer((STRICT,), ToolChoice("none")))
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("reasoning", ["think", "mistral", "granite", "seed"])
+def test_reasoning_may_come_first(reasoning: str, mode: str) -> None:
+    its, tokenizer, marks = formats("hermes", reasoning), marked(), REASONING[reasoning]
+    offered = offer((STRICT,), ToolChoice("required" if mode == "required" else "auto"))
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    grammar = held(its, offered) or ""
+    assert accepts(tokenizer, grammar, call)
+    assert accepts(tokenizer, grammar, f"{marks.begin}\nWell, {{so}}\n{marks.end}\n\n{call}")
+    within = held(its, offered, REASONING[reasoning].begin) or ""
+    assert accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call}")
+    assert not accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call.replace('place', 'plaice')}")
+    assert not accepts(tokenizer, within, call) or mode == "auto"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PLACE)), '{"place": "x"}', '{"plaice": "x"}'),
+        (Grammar(GrammarKind.REGEX, r"a/b\/c[\n/]+"), "a/b/c/\n", "a/b/c"),
+        (Grammar(GrammarKind.LARK, 'start: "a" one\none: "b"'), "ab", "a"),
+    ],
+)
+@pytest.mark.parametrize("reasoning", ["think", "mistral"])
+def test_a_client_s_grammar_holds_what_is_behind_reasoning(
+    reasoning: str, wanted: Grammar, good: str, bad: str
+) -> None:
+    its, marks = formats("hermes", reasoning), REASONING[reasoning]
+    reading = its.reading(Offer())
+    assert reading is not None
+    kind = "json" if wanted.kind is GrammarKind.JSON_SCHEMA else str(wanted.kind)
+    given = GenerateParameters(grammar=GrammarParameters.model_validate({"type": kind, "value": wanted.text}))
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None and asked.answer_grammar("<|im_start|>assistant\n") is None
+    grammar = asked.answer_grammar(f"assistant\n{marks.begin}\n") or ""
+    assert accepts(marked(), grammar, f"Well, so\n{marks.end}\n\n{good}")
+    for text in (good, f"Well{marks.end}{bad}", f"Well{marks.end}"):
+        assert not accepts(marked(), grammar, text)
+
+
+@pytest.mark.parametrize("reasoning", ["think", "none"])
+@pytest.mark.parametrize(("tools", "more", "call", "_"), WRITTEN, ids=[f"{one[0]} {one[1]}" for one in WRITTEN])
+def test_beside_tools_an_answer_is_calls_or_keeps_to_its_format(
+    tools: str, more: tuple[str, ...], call: str, _: str, reasoning: str
+) -> None:
+    its, tokenizer = formats(tools, reasoning, *more), marked(*more)
+    reading = its.reading(offer((WEATHER,), ToolChoice()))
+    assert reading is not None
+    given = GenerateParameters(
+        grammar=GrammarParameters(type="json", value={"properties": {"kind": {"const": "x"}}, "required": ["kind"]})
+    )
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
+    grammar = asked.answer_grammar("<|im_start|>assistant\n") or ""
+    for text in (call, '{"kind": "x"}'):
+        assert accepts(tokenizer, grammar, text), text
+        reader = reading.reader("")
+        content = whole([*reader.feed(text), *reader.end()])
+        assert (
+            ("", 1) == (content.text, len(content.calls))
+            if text == call
+            else (text, 0) == (content.text, len(content.calls))
+        )
+    for text in ("It is sunny.", '{"kind": "y"}', f'{{"kind": "x"}}{call}', call.replace("weather", "weather_")):
+        assert not accepts(tokenizer, grammar, text), text
+
+
+WRITTEN_CALLS = {
+    "llama3": '{{"name": "go", "parameters": {{"at": {{"x": {}}}}}}}',
+    "json": '{{"name": "go", "arguments": {{"at": {{"x": {}}}}}}}',
+    "hermes": '<tool_call>\n{{"name": "go", "arguments": {{"at": {{"x": {}}}}}}}\n</tool_call>',
+}
+ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "not": {"required": ["b"]}}
+
+
+@pytest.mark.parametrize("tools", ["llama3", "json", "hermes"])
+def test_beside_a_format_a_function_that_is_not_strict_may_have_any_schema(tools: str) -> None:
+    its = formats(tools)
+    reading = its.reading(offer((Tool("odd", parameters=ODD),), ToolChoice()))
+    assert reading is not None
+    given = GenerateParameters(grammar=GrammarParameters(type="json", value={"required": ["kind"]}))
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
+    assert accepts(marked(), asked.answer_grammar("") or "", '{"kind": 1}')
+
+
+@pytest.mark.parametrize(
+    ("lark", "good", "bad"),
+    [
+        ('start: "a" start | "b" // start', "aab", "a"),
+        ('start: X "start"\nX: /start+/', "starttstart", "start"),
+        ('start: "a"+ "b"', "aab", "aa"),
+        ('start: <think> "b"', "<think>b", "b"),
+    ],
+)
+def test_a_client_s_rules_keep_their_meaning_beside_ours(lark: str, good: str, bad: str) -> None:
+    reading = formats("hermes").reading(offer((WEATHER,), ToolChoice()))
+    assert reading is not None
+    asked = reading.applied_to(
+        PromptRequest("", GenerateParameters(grammar=GrammarParameters(type="lark", value=lark)))
+    )
+    assert asked.answer_grammar is not None
+    grammar = asked.answer_grammar("") or ""
+    assert accepts(marked(), grammar, good) and not accepts(marked(), grammar, bad)
+    assert not accepts(marked(), grammar, f"{bad[:1]}<tool_call>\n{CALL}\n</tool_call>")
+
+
+def test_a_rule_whose_name_is_taken_is_refused_by_it() -> None:
+    reading = formats("hermes").reading(offer((WEATHER,), ToolChoice()))
+    assert reading is not None
+    given = GenerateParameters(grammar=GrammarParameters(type="lark", value='start: answer\nanswer: "a"'))
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
+    with pytest.raises(ValidationError, match="has no rule of the name answer: rename it"):
+        asked.answer_grammar("")
+
+
+SPOT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+NESTED = {
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/Spot"}},
+    "required": ["at"],
+    "$defs": {"Spot": SPOT},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("tools", ["llama3", "json", "hermes"])
+def test_beside_a_format_arguments_refer_to_their_own_definitions(tools: str) -> None:
+    reading = formats(tools).reading(offer((Tool("go", parameters=NESTED, strict=True),), ToolChoice()))
+    assert reading is not None
+    style = {"x-guidance": {"whitespace_flexible": True}}
+    wanted = {"properties": {"k": {"const": 1}}, "required": ["k"], **style}
+    asked = reading.applied_to(
+        PromptRequest("", GenerateParameters(grammar=GrammarParameters(type="json", value=wanted)))
+    )
+    assert asked.answer_grammar is not None
+    grammar, call = asked.answer_grammar("") or "", WRITTEN_CALLS[tools]
+    assert accepts(marked(), grammar, call.format(1)) and not accepts(marked(), grammar, call.format('"a"'))
+    for text in ('{"k":1}', '{ "k" : 1 }'):  # as the schema itself asks for
+        assert accepts(marked(), grammar, text)
+
+
+def test_a_required_call_comes_instead_of_the_format_and_none_leaves_the_format() -> None:
+    given = GenerateParameters(grammar=GrammarParameters(type="regex", value="a+"))
+    its = formats("hermes", "none")
+    reading = its.reading(required())
+    assert reading is not None
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None and "weather" in (asked.answer_grammar("") or "")
+    assert "a+" not in (asked.answer_grammar("") or "")
+    assert its.reading(offer((WEATHER,), ToolChoice("none"))) is None  # which leaves the grammar as it is
+
+
+def test_a_request_is_asked_for_with_what_its_reader_needs() -> None:
+    its = formats("hermes", "mistral")
+    for offered, is_held in ((required(), True), (offer((WEATHER,), ToolChoice()), False), (Offer(), False)):
+        reading = its.reading(offered)
+        assert reading is not None
+        asked = reading.applied_to(PromptRequest("", GenerateParameters()))
+        assert (its.mark_ids, is_held) == (asked.shown_marks, asked.answer_grammar is not None)
+        assert its.mark_ids
+    reading = its.reading(required())
+    assert reading is not None
+    with pytest.raises(ValidationError, match="`ignore_eos` is not served"):
+        reading.applied_to(PromptRequest("", GenerateParameters(ignore_eos=True)))
+
+
+def test_errors_speak_of_tools() -> None:
+    with pytest.raises(ValidationError, match="make a grammar of 70000 bytes, and 65536 are allowed"):
+        answer_grammar_of("x" * 70_000)
+    assert None is answer_grammar_of(None)
+    with pytest.raises(
+        ValidationError, match=r"^Input validation error: an answer cannot be held to `tools`: leave `tool_choice`"
+    ):
+        with renaming_errors(is_held=True):
+            raise ValidationError("grammar is not supported: leave `grammar` out")
+    with pytest.raises(ValidationError, match="grammar is not valid"), renaming_errors(is_held=False):
+        raise ValidationError("grammar is not valid")

@@ -1,0 +1,26 @@
+"""Tasks for a sandbox whose processes are soon there: they import next to nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from router.sandbox import Task
+
+
+def repeat(text: str, times: int = 1) -> str:
+    """The text so many times."""
+    return text * times
+
+
+def spin(seconds: float) -> str:
+    """Work for so much CPU time."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return "done"
+
+
+def tasks(argument: str) -> Mapping[str, Task]:
+    """All of them by name."""
+    return {"repeat": repeat, "spin": spin}
