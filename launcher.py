@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 from host.output import Output
 from host.process import adopt_orphans
@@ -28,18 +27,10 @@ from launch.errors import Refusal
 from launch.files import private_folder, shared_sockets
 from launch.flags import read_command_line, refuse_misspelt, render_settings
 from launch.logs import Log, open_standard_streams
-from launch.machine import (
-    bind,
-    describe_environment,
-    is_on_loopback,
-    plan_shards,
-    storage_problems,
-    storage_warnings,
-    visible_gpus,
-)
+from launch.machine import Placement, bind, describe_environment, is_on_loopback, place, storage_warnings
 from launch.models import resolve_model
 from launch.node_links import LinkProcess
-from launch.nodes import Layout, Nodes, await_address, check_nodes, environment_of, node_warnings, plan_nodes
+from launch.nodes import Nodes, await_address, environment_of, node_warnings
 from launch.remote_nodes import RemoteNodes
 from launch.restarts import RestartCommands
 from launch.router_process import RouterCommand
@@ -93,27 +84,11 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
         return None
     settings, wrong_values = read_settings(flags, environ)
     problems += wrong_values
-    placement = Placement("cpu", Layout(1), Nodes())
-    try:
-        gpus = 0 if settings.values["device"] == "cpu" else visible_gpus(environ)
-        nodes = plan_nodes(settings, environ)
-        placement = Placement(*plan_shards(settings, gpus, nodes), nodes)
-        check_nodes(settings, nodes, placement.layout)
-        problems += storage_problems(settings, placement.device)
-    except ValueError as error:
-        problems.append(str(error))
+    placement, impossible = place(settings, environ)
+    problems += impossible
     if problems:
         raise Refusal(problems, 2)
     return settings, placement
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a launch runs: the device, the ranks of each node, and the nodes."""
-
-    device: str
-    layout: Layout
-    nodes: Nodes
 
 
 def launch(settings: Settings, environ: Mapping[str, str], placement: Placement, log: Log) -> int:
@@ -129,7 +104,7 @@ def launch(settings: Settings, environ: Mapping[str, str], placement: Placement,
             remedy = "set API_KEY, or use --hostname 127.0.0.1"
             log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {layout}")
-        for sentence in [*storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
+        for sentence in [*settings.idle, *storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
         address = await_address(nodes, settings.values["node_timeout"], log.info) if nodes.count > 1 else ""
@@ -184,7 +159,7 @@ def join(settings: Settings, environ: Mapping[str, str], placement: Placement, l
         log.info(
             f"Lockstep {version()} is node {nodes.index} of {nodes.count}{said_by}, on {placement.device} with {layout}"
         )
-        for sentence in [*storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
+        for sentence in [*settings.idle, *storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
         address = await_address(nodes, settings.values["node_timeout"], log.info)

@@ -309,12 +309,6 @@ def run_interruptible(main: Coroutine[Any, Any, T]) -> T:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def free_host_bytes() -> int:
-    """What programs can have without taking it from others, as the kernel estimates it. Linux only."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
-
-
 def peak_host_memory(pids: Sequence[int]) -> int:
     """Bytes of all processes together (VmHWM of each). Raises BenchError when one is gone."""
     return sum(peak_memory(pid) for pid in pids)

@@ -65,6 +65,17 @@ def cpu_flags() -> list[str]:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[1:]
 
 
+def good_dtypes() -> set[str]:
+    """The dtypes in which this CPU computes well, by their names in torch."""
+    flags = cpu_flags()
+    found = {"float32"}
+    if {"avx512_bf16", "amx_bf16", "bf16"} & {*flags}:
+        found.add("bfloat16")
+    if {"avx512_fp16", "amx_fp16"} & {*flags}:
+        found.add("float16")
+    return found
+
+
 def check(name: str) -> None:
     """Raise ValueError for one of `CHOICES` that this processor cannot run."""
     if name in NAMED and (problem := NAMED[name].why_not()):

@@ -3,6 +3,7 @@
 Nothing here imports torch, transformers, gRPC or the HTTP stack: `python launcher.py --help` must answer at once.
 
 * **Settings** (`config.py`, `settings.py`, `flags.py`) are the fields of the configs of launcher, router and shards.
+  What becomes of TGI's, and of other servers' options, is data in `compatibility/`.
 * **Before anything loads**: the port is bound, so that a taken port is known in a second, and the model is resolved
   (`models.py`). Only the router listens on the port, and only once the model can answer.
 * **Files**: sockets, rendezvous and settings of shards are in a private folder per launch (`files.py`). The router's

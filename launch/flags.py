@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from launch.compatibility import peers, tgi
 from launch.config import GROUPS, REMOVED
 from launch.errors import Refusal
 from launch.logs import printable
 from launch.settings import Setting, flag, public_settings
 
 EXIT_CODES = "Exit codes: 0 after a stop by a signal, 1 where something failed, 2 for options that cannot be used."
-SHORT_FLAGS = {"port": "-p", "env": "-e"}
+SHORT_FLAGS = {"port": "-p", "env": "-e", "graceful_termination_timeout": "-g"}
 NEGATIVE = re.compile(r"-\.?\d.*")  # a value such as -5%, which argparse would take for an option
 
 
@@ -43,8 +44,9 @@ def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
     """One option per setting, all taken as text: values are checked together later, with those of the environment."""
     about = "Serve a language model over HTTP. Each option may also be given by the environment variable in brackets."
     usage = (
-        "lockstep [options]\n       lockstep watermark [options] FILE\n       lockstep quantize [options] MODEL\n"
-        "       lockstep batch --input FILE --output FILE [options]\n       lockstep tls FOLDER"
+        "lockstep [options]\n       lockstep check -- [options]\n       lockstep watermark [options] FILE\n"
+        "       lockstep quantize [options] MODEL\n       lockstep batch --input FILE --output FILE [options]\n"
+        "       lockstep tls FOLDER"
     )
     parser = Parser(prog="lockstep", usage=usage, description=about, epilog=EXIT_CODES, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and leave")
@@ -54,6 +56,11 @@ def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
         for setting in (settings[name] for name in names.split()):
             for name in setting.names:
                 add_option(group, setting, name)
+    for foreign in (setting for setting in tgi.foreign_settings() if setting.name not in settings):
+        values: dict[str, Any] = {"nargs": "?", "const": "true"} if foreign.is_switch else {}
+        parser.add_argument(
+            foreign.flag, dest=foreign.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **values
+        )
     return parser
 
 
@@ -113,7 +120,9 @@ def refuse_misspelt(argv: Sequence[str], commands: Iterable[str]) -> None:
 
 def unknown_arguments(unknown: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """One sentence for each argument that is no option, with what was meant as far as that can be told."""
-    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    theirs = {setting.flag for setting in tgi.foreign_settings()}
+    options = (option for action in parser._actions for option in action.option_strings)
+    known = [option for option in options if option.startswith("--") and option not in theirs]
     problems = []
     for position, argument in enumerate(unknown):
         name = printable(argument.split("=")[0])  # the value of a misspelt --api-key is not for the screen
@@ -136,6 +145,8 @@ def _remedy(name: str, known: Sequence[str], parser: argparse.ArgumentParser) ->
         return f" of {parser.prog}: give it to the server, behind --"
     if flag(name[2:]) in of_a_launch:
         return f" of {parser.prog}, only of lockstep itself: see {parser.prog} --help"
+    if "--model-id" in known and (of_a_peer := peers.remedy(name)):
+        return f": {of_a_peer}"
     nearest = difflib.get_close_matches(name, known, n=1)
     return f": did you mean {nearest[0]}?" if nearest else f": see {parser.prog} --help"
 

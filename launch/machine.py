@@ -11,13 +11,14 @@ import platform
 import socket
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import takewhile
 
 from host.version import package_version, version
 from launch.config import SHARD_COUNTS
 from launch.errors import Refusal
-from launch.nodes import Layout, Nodes
+from launch.nodes import Layout, Nodes, check_nodes, plan_nodes
 from launch.settings import Settings, flag
 from server.config import THROUGH_HOST, folder_problems, idle_settings, offload_problems, room_problem
 
@@ -52,6 +53,28 @@ def _installed_gpus() -> int:
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a launch runs: the device, the ranks of each node, and the nodes."""
+
+    device: str
+    layout: Layout
+    nodes: Nodes
+
+
+def place(settings: Settings, environ: Mapping[str, str]) -> tuple[Placement, list[str]]:
+    """Where a launch with these settings runs, and one sentence for each thing that this machine does not allow."""
+    placement = Placement("cpu", Layout(1), Nodes())
+    try:
+        gpus = 0 if settings.values["device"] == "cpu" else visible_gpus(environ)
+        nodes = plan_nodes(settings, environ)
+        placement = Placement(*plan_shards(settings, gpus, nodes), nodes)
+        check_nodes(settings, nodes, placement.layout)
+        return placement, storage_problems(settings, placement.device)
+    except ValueError as error:
+        return placement, [str(error)]
 
 
 def plan_shards(settings: Settings, gpus: int, nodes: Nodes | None = None) -> tuple[str, Layout]:

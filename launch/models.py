@@ -22,8 +22,6 @@ def resolve_model(
 ) -> hub.ResolvedModel:
     """The folders of the model that the settings name, downloaded and converted if need be. Raises Refusal."""
     values = settings.values
-    if values["trust_remote_code"]:
-        log.warn("--trust-remote-code is not needed: code from a model repository is never run")
     is_null = settings.is_null_model
     try:
         return hub.resolve(
@@ -32,14 +30,44 @@ def resolve_model(
             cache_dir=values["huggingface_hub_cache"],
             with_weights=needs_weights and not (values["random_weights"] or is_null),
             weights_override=values["weights_cache_override"],
-            token=next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), None),
-            offline=environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+            token=_token(environ),
+            offline=is_offline(environ),
             report=log.info,
             convert=convert_in_child(child_environment(environ, True)),
             user_cache=Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
         )
     except HubError as error:
         raise Refusal([str(error)], 1) from None
+
+
+def find_description(settings: Settings, environ: Mapping[str, str]) -> tuple[Path, bool]:
+    """The folder with the model's config.json, and whether it is a folder that was given. Raises HubError.
+
+    Only what is neither a folder nor in the cache is asked of the hub; nothing is converted and no weights are fetched.
+    """
+    values = settings.values
+    if local := hub.local_folder(values["model_id"]):
+        return local, True
+    repository = hub.Repository(
+        values["model_id"],
+        values["revision"],
+        values["huggingface_hub_cache"],
+        _token(environ),
+        is_offline(environ),
+        endpoint=None,
+        report=lambda sentence: None,
+        pauses=(),
+    )
+    return repository.describe(), False
+
+
+def is_offline(environ: Mapping[str, str]) -> bool:
+    """Whether the network is forbidden."""
+    return environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def _token(environ: Mapping[str, str]) -> str | None:
+    return next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), None)
 
 
 def convert_in_child(environment: Mapping[str, str]) -> hub.Convert:

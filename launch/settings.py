@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launch.compatibility import tgi
 from launch.config import GROUPS, NULL_MODEL, REMOVED, LauncherConfig
 from launch.logs import printable
 from router.config import RouterConfig, relation_problems
@@ -68,10 +69,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Settings:
-    """Every public setting's value, and where it came from: "flag", "environment" or "default"."""
+    """Every public setting's value, and where it came from: "flag", "environment" or "default".
+
+    idle: a sentence for each setting of TGI's that was given and changes nothing here.
+    """
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
+    idle: Sequence[str] = ()
 
     def pick(self, config: type) -> dict[str, Any]:
         """The values of the fields that `config` declares."""
@@ -132,13 +137,16 @@ def read_settings(
                 values[name] = parse_value(setting, text, label)
         except ValueError as error:
             problems.append(str(error))
+    idle: list[str] = []
     if names is None:
+        idle, refused = tgi.read(flags, environ)
+        problems += refused
         problems += [
             f"{name.upper()} is no setting any more: {REMOVED[name]}" for name in REMOVED if name.upper() in environ
         ]
     problems += relation_problems(**{name: values[name] for name in RELATED})
     problems += tier_problems(**{name: values[name] for name in TIERS})
-    return Settings(values, sources), problems
+    return Settings(values, sources, idle), problems
 
 
 def _given(setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, str, str] | None:
@@ -151,7 +159,8 @@ def _given(setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are two names of one setting: give only one of them")
     for label, value in given.items():
-        return ",".join(value) if isinstance(value, list) else value, source, label
+        text = ",".join(value) if isinstance(value, list) else value
+        return tgi.own_value(setting.name, text), source, label
     return None
 
 

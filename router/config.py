@@ -44,8 +44,7 @@ class RouterConfig:
         default="127.0.0.1",
         metadata={
             "help": "Address to listen on. On a loopback address, the Host header of requests must name this machine "
-            "(localhost, a loopback address, or this setting), which stops DNS rebinding by web pages. TGI's default "
-            "is 0.0.0.0.",
+            "(localhost, a loopback address, or this setting), which stops DNS rebinding by web pages.",
             "environment": "LOCKSTEP_HOSTNAME",  # HOSTNAME is the machine's name in shells and containers
             "when": "0.0.0.0 accepts other machines, as a container must; :: also IPv6. Set an api_key with it.",
         },
@@ -101,8 +100,7 @@ class RouterConfig:
     max_top_n_tokens: int = field(
         default=20,
         metadata={
-            "help": "Largest `top_n_tokens`, and `top_logprobs` on `/v1`: candidates reported with each token. TGI's "
-            "default is 5, OpenAI's 20.",
+            "help": "Largest `top_n_tokens`, and `top_logprobs` on `/v1`: candidates reported with each token.",
             "unit": "tokens",
             "min": 0,
             "when": "Raise it for evaluation; replies grow with it.",
@@ -112,7 +110,7 @@ class RouterConfig:
         default=True,
         metadata={
             "help": "Whether requests may ask for log-probabilities of their prompt (`decoder_input_details`); "
-            "otherwise they are refused. TGI's default is false.",
+            "otherwise they are refused.",
             "when": "false, because such requests have larger steps and are not cached as prefixes.",
         },
     )
@@ -145,7 +143,7 @@ class RouterConfig:
             "unit": "ratio",
             "min": 0.0,
             "when": "Rarely: `prefill_chunk` already protects running streams, and a ratio keeps the batch small "
-            "(docs/simulating.md). TGI's default is 0.3.",
+            "(docs/simulating.md).",
         },
     )
     max_batch_prefill_tokens: int = field(
@@ -287,8 +285,7 @@ class RouterConfig:
     cors_allow_origin: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Origin whose web pages may call this server, or * for any; repeat the flag or separate by "
-            "commas. TGI's default is any.",
+            "help": "Origin whose web pages may call this server, or * for any; repeat the flag or separate by commas.",
             "default": "none",
             "when": "Browsers call the server directly.",
         },

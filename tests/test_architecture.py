@@ -27,6 +27,7 @@ ROOMS = (
     *("router.errors", "router.config", "router.text", "router.sandbox", "router.scheduling", "router.grammars"),
     *("router.shards", "router.accounts", "router.telemetry", "router.batching", "router.requests", "router.http"),
     *("router.chat", "router.apis", "router.jobs", "router"),
+    *("benchmark.options", "benchmark.result", "benchmark.cost"),
     *("launch", "launcher", "benchmark", "lockstep_ray"),
 )
 # Beside itself and `host`, what of the houses before it a house may know; the others may know all.
@@ -35,6 +36,7 @@ KNOWN = {
     "launch": {
         *("router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
         *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe"),
+        *("server.arch", "server.quantisation.sizes", "router.scheduling.limits", "benchmark.cost"),  # to plan a launch
     },
     "launcher": {"launch", "router.config", "server.config"},
 }

@@ -28,9 +28,9 @@ from benchmark.cost.devices import (
 )
 from benchmark.cost.roofline import MEASURED, BytesAndFlops, Pipeline, ServedModel, mean_context, pipeline
 from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepWork, measured_steps
-from benchmark.launch import free_host_bytes
 from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
+from host.cgroups import available_bytes
 from router.scheduling.queue import blocks_for
 from server.quantisation import sizes
 
@@ -130,7 +130,7 @@ def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     for _ in range(3):
         probe.measure()
     ceilings = probe.best
-    memory = free_host_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
+    memory = available_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
     flops, ops = ceilings.flops_per_second, ceilings.ops_8_per_second  # of the kind that was measured
     device = DatasheetDevice(ceilings.bytes_per_second, flops, flops, memory, is_cpu, ops, ops, source=MEASURED)
     return device, f"{describe(probe.seen)} Free memory of {name}: {memory / 1e9:.1f} GB."

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from benchmark.cost.roofline import DATA_SHEET, MEASURED, Ceilings, Pipeline, ServedModel, Sums
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
-from benchmark.launch import free_host_bytes
 from benchmark.result import BenchError
+from host.cgroups import available_bytes
 from server.arch.footprint import LOGIT_BYTES, step_bytes
 from server.quantisation import sizes
 
@@ -251,7 +251,7 @@ def _look(kind: str) -> Machine:
     if kind != "cpu" and torch.cuda.is_available():
         name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
         return Machine(name, count, min(torch.cuda.mem_get_info(n)[0] for n in range(count)), threads)
-    return Machine("cpu", 1, free_host_bytes(), threads)
+    return Machine("cpu", 1, available_bytes(), threads)
 
 
 def _measure(device: str, dtype: str, threads: int, num_devices: int, read: int, product_kind: str) -> Ceilings:

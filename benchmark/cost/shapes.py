@@ -12,6 +12,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ class ModelShape:
             one = storage.weight_bytes(head, spec.hidden_size)
         return spec.num_layers * one * max(0, ranks - spec.num_kv_heads)
 
-    @property
+    @cached_property
     def _linears(self) -> tuple[Linear, ...]:
         decoder = linears_of_decoder(self.spec, self.names, self.first_layer)
         return (*decoder, *(linears_of_encoder(self.spec, self.names) if self.has_embedding else ()))
@@ -242,8 +243,16 @@ class ModelShape:
     def _saved(self, dtype: str, quantize: str | None, *, of_prompts: bool) -> int:
         """Bytes by which storage is smaller than the dtype: of what only new prompts of an encoder read, or of all
         else."""
-        wanted = (linear for linear in self._linears if linear.of_prompts == of_prompts)
-        return saved_bytes(wanted, self.storage(quantize), DTYPE_BYTES[dtype])
+        key = dtype, quantize, of_prompts
+        if key not in self._known_savings:
+            wanted = (linear for linear in self._linears if linear.of_prompts == of_prompts)
+            self._known_savings[key] = saved_bytes(wanted, self.storage(quantize), DTYPE_BYTES[dtype])
+        return self._known_savings[key]
+
+    @cached_property
+    def _known_savings(self) -> dict[tuple[str, str | None, bool], int]:
+        """What `_saved` has found: every step asks for it again."""
+        return {}
 
     def split_problem(self, num_shards: int) -> str | None:
         """Why the model cannot be split over so many shards, or None."""

@@ -1,4 +1,4 @@
-"""The commands beside a launch: `lockstep watermark`, `quantize`, `batch` and `tls`."""
+"""The commands beside a launch: `lockstep check`, `watermark`, `quantize`, `batch` and `tls`."""
 
 from __future__ import annotations
 
@@ -56,4 +56,17 @@ def make_certificates(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-COMMANDS = {"watermark": detect_watermark, "quantize": quantize_model, "batch": answer_batch, "tls": make_certificates}
+def check_launch(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The command `lockstep check`. Returns the exit code; raises Refusal."""
+    from launch.commands import check  # a launch plans no memory
+
+    return check.run(argv, environ, sys.stdout.write)
+
+
+COMMANDS = {
+    "check": check_launch,
+    "watermark": detect_watermark,
+    "quantize": quantize_model,
+    "batch": answer_batch,
+    "tls": make_certificates,
+}

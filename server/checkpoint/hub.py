@@ -78,23 +78,27 @@ def resolve(
     Without `with_weights` the model's description and tokenizer are enough. convert: makes the new files of old ones;
     user_cache: where these go if the model's own folder cannot be written; pauses: seconds between tries of a transfer.
     """
-    local = Path(os.path.expanduser(model_id))
-    is_local = bool(model_id) and local.is_dir()
-    if is_local:
-        folder = local.resolve()
-    elif model_id.startswith((".", "/", "~")):
-        raise HubError(f"the model {model_id} is not a folder: check the path")
-    else:
-        repository = Repository(model_id, revision, cache_dir, token, offline, endpoint, report, pauses)
-        folder = repository.download(with_weights=with_weights and weights_override is None)
+    local = local_folder(model_id)
+    repository = Repository(model_id, revision, cache_dir, token, offline, endpoint, report, pauses)
+    folder = local or repository.download(with_weights=with_weights and weights_override is None)
     read_json(folder / "config.json", "the model's description")
     weights_from = folder if weights_override is None else Path(weights_override).expanduser().resolve()
     return ResolvedModel(
         path=folder,
         weights_path=_weights(weights_from, convert, user_cache, report) if with_weights else folder,
         tokenizer_path=_tokenizer(folder, convert, user_cache, report),
-        sha=None if is_local else folder.name,
+        sha=None if local else folder.name,
     )
+
+
+def local_folder(model_id: str) -> Path | None:
+    """The folder that a model id is the path of; None: a repository's name. Raises HubError for a path to nothing."""
+    local = Path(os.path.expanduser(model_id))
+    if model_id and local.is_dir():
+        return local.resolve()
+    if model_id.startswith((".", "/", "~")):
+        raise HubError(f"the model {model_id} is not a folder: check the path")
+    return None
 
 
 def _weights(folder: Path, convert: Convert, user_cache: Path, report: Report) -> Path:
@@ -167,6 +171,16 @@ class Repository:
     report: Report
     pauses: Sequence[float]
 
+    def describe(self) -> Path:
+        """The folder in the cache that has the model's description, asked of the hub only if it is not there.
+
+        No weights are fetched. Raises HubError.
+        """
+        self._check_names()
+        if self._present(["config.json"]):
+            return self._cached("the hub is not asked")
+        return self.download(with_weights=False)
+
     def download(self, with_weights: bool) -> Path:
         """The folder in the cache that holds every file that is needed. Raises HubError.
 
@@ -186,6 +200,13 @@ class Repository:
         if with_weights:
             self._fetch(self._weight_names(folder, sizes), sizes)
         return folder
+
+    @property
+    def cache(self) -> Path:
+        """The folder of all downloaded models."""
+        from huggingface_hub import constants
+
+        return Path(self.cache_dir or constants.HF_HUB_CACHE).expanduser()
 
     def _check_names(self) -> None:
         from huggingface_hub.errors import HFValidationError
@@ -225,9 +246,9 @@ class Repository:
         A broken connection is resumed where it broke. A launch that is stopped keeps the files that are complete; the
         others start again, for huggingface_hub gives every process temporary files of its own.
         """
-        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import snapshot_download
 
-        cache = Path(self.cache_dir or constants.HF_HUB_CACHE).expanduser()
+        cache = self.cache
         present = self._present(names)
         missing = sum(sizes.get(name, 0) for name in names if name not in present)
         if missing:

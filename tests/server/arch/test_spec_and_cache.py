@@ -126,7 +126,7 @@ def test_a_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
 
 
 def test_what_is_left_on_a_cpu_is_counted_with_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.backends.cpu.device._available_bytes", lambda: 100)
+    monkeypatch.setattr("server.backends.cpu.device.available_bytes", lambda: 100)
     assert 30 == CPU.left_bytes(fraction=1.0, world_size=2, kv_bytes=20)
     assert 0 == CPU.left_bytes(fraction=1.0, world_size=2, kv_bytes=60)
 

@@ -23,7 +23,7 @@ import pytest
 
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
-from server.checkpoint.hub import ResolvedModel
+from server.checkpoint.hub import Repository, ResolvedModel
 
 SHA = "1234567890abcdef1234567890abcdef12345678"
 
@@ -512,6 +512,16 @@ def test_offline_without_cache_says_what_to_do(download: Any) -> None:
         HubError, match=r"no folder here, is not in the cache .*HF_HUB_OFFLINE is set.*: check the path, or connect"
     ):
         download(offline=True)
+
+
+def test_a_description_is_fetched_once_and_without_weights(fake_hub: FakeHub, tmp_path: Path) -> None:
+    options = {"report": lambda sentence: None, "pauses": (), "token": None, "offline": False, "endpoint": fake_hub.url}
+    repository = Repository("some/model", None, str(tmp_path / "hub"), **options)
+    folder = repository.describe()
+    assert {"config.json", "tokenizer.json"} == {path.name for path in folder.iterdir()}
+    fake_hub.requests.clear()
+    assert folder == repository.describe()
+    assert not fake_hub.requests
 
 
 def test_unreachable_hub_falls_back_to_the_cache(fake_hub: FakeHub, download: Any) -> None:

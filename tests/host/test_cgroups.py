@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.backends.cpu.device import cpu_quota, memory_left
+from host.cgroups import cpu_quota, memory_left
 
 Files = dict[str, str]
 

@@ -1,0 +1,49 @@
+"""Options of vLLM, SGLang and llama.cpp's server that their users set and that are none of ours, and what each is here.
+
+Whoever gives one is told, and `docs/moving.md` has them as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# All spellings of an option; an option of ours, or why there is none.
+OPTIONS: Mapping[str, str] = {
+    "--model --model-path -m --hf-repo -hf": "--model-id",
+    "--host": "--hostname",
+    "--tensor-parallel-size -tp --tp --tp-size": "--num-shard",
+    "--pipeline-parallel-size --pp-size": "--pipeline-parallel",
+    "--data-parallel-size -dp --dp-size": "start several servers",
+    "--max-model-len --context-length --ctx-size -c": "--max-total-tokens",
+    "--gpu-memory-utilization --mem-fraction-static": "--cuda-memory-fraction",
+    "--max-num-seqs --max-running-requests --parallel -np": "--max-batch-size",
+    "--max-num-batched-tokens --chunked-prefill-size --batch-size -b": "--max-batch-prefill-tokens",
+    "--max-queued-requests": "--max-concurrent-requests, which counts running ones too",
+    "--quantization -q": "--quantize",
+    "--cache-type-k --cache-type-v -ctk -ctv": "--kv-cache-dtype",
+    "--cpu-offload-gb --n-gpu-layers -ngl": "--weights-on-device",
+    "--download-dir": "--huggingface-hub-cache",
+    "--chat-template-file": "--chat-template",
+    "--max-logprobs": "--max-top-n-tokens",
+    "--enforce-eager --disable-cuda-graph": "--cuda-graphs 0",
+    "--no-enable-prefix-caching --disable-radix-cache": "--disable-prefix-caching",
+    "--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --enable-metrics --metrics --jinja "
+    "--cont-batching -cb --flash-attn -fa": "always on: leave it out",
+    "--served-model-name --alias -a": "any `model` is accepted: leave it out",
+    "--tokenizer --tokenizer-path": "the tokenizer is the model's: leave it out",
+    "--attention-backend": "each device has one: leave it out",
+    "--uvicorn-log-level": "--log-level",
+    "--allowed-origins": "--cors-allow-origin",
+    "--enable-lora --lora-modules --lora-paths --lora": "adapters are not served: merge them",
+    "--speculative-config --model-draft -md": "there is no speculative decoding: leave it out",
+    "--ssl-keyfile --ssl-key-file": "a proxy in front speaks TLS",
+    "--embedding --embeddings": "there are no embeddings",
+}
+
+
+def remedy(option: str) -> str | None:
+    """What to do about an option of theirs; None where it is none."""
+    for spellings, here in OPTIONS.items():
+        if option in spellings.split():
+            return f"here it is {here}" if here.startswith("--") else here
+    return None

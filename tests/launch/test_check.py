@@ -1,0 +1,330 @@
+"""`lockstep check`: what a launch would do with a command line, told without loading anything, and rightly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmark.cost.devices import DatasheetDevice, capacity
+from benchmark.cost.roofline import ServedModel
+from benchmark.cost.shapes import shape
+from launch.commands.check import Findings, examine, read_command, render
+from launch.compatibility import docker, peers
+from launch.compatibility.tgi import SETTINGS, Fate
+from launch.config import DEMO
+from launch.errors import Refusal
+from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given
+from tests.ports import free_port
+from tests.running import ROOT, Server
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """The folder of a small model with rotary positions and no weights."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def check(words: Sequence[str], environ: Mapping[str, str] | None = None) -> Findings:
+    """What is found of a command line, on CPUs and with any free port where it names none."""
+    return examine(*read_command(words, {"DEVICE": "cpu", "PORT": "0", **(environ or {})}))
+
+
+def row(findings: Findings, name: str) -> tuple[str, str]:
+    """Value and reason."""
+    return next((value, reason) for found, value, reason in findings.rows if found == name)
+
+
+def notes_of(name: str, findings: Findings) -> list[str]:
+    """The warnings that speak of a setting of TGI's."""
+    return [note for note in findings.notes if note.endswith(f"changes nothing: {SETTINGS[name].reason}")]
+
+
+def becomes(name: str, findings: Findings) -> None:
+    """Hold what was found of one setting to what the table says of it."""
+    setting = SETTINGS[name]
+    refused = [problem for problem in findings.problems if problem.endswith(f"is refused: {setting.reason}")]
+    assert (setting.fate is Fate.REFUSED) == bool(refused) and findings.problems == refused
+    assert (setting.fate is Fate.IDLE) == (len(notes_of(name, findings)) == 1)
+
+
+def model_for(name: str, llama: Path) -> list[str]:
+    """A model that a setting makes sense for."""
+    if name == "model_id":
+        return []
+    return ["--model-id", str(llama), "--random-weights"] if name.startswith("rope") else ["--model-id", str(DEMO)]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_flag_of_tgi_starts_or_is_refused_as_the_table_says(name: str, llama: Path) -> None:
+    becomes(name, check(["--", "text-generation-launcher", *model_for(name, llama), *given(name, FLAGS[name])]))
+
+
+@pytest.mark.parametrize("name", [*sorted(FLAGS.keys() - WITHOUT_VARIABLE), *VARIABLES])
+def test_every_variable_of_tgi_starts_or_is_refused_as_the_table_says(name: str, llama: Path) -> None:
+    value = (FLAGS | VARIABLES)[name]
+    becomes(name, check(["--", *model_for(name, llama)], {SETTINGS[name].variable: value}))
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "launcher.py", "check", *words],
+        cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_the_exit_code_says_whether_it_would_start() -> None:
+    good = command("--", "--port", "0", "--device", "cpu")
+    assert (0, "") == (good.returncode, good.stderr) and good.stdout.startswith("would start\n")
+    bad = command("--", "--port", "0", "--num-shard", "3", MAX_BEST_OF="0")
+    assert 1 == bad.returncode and bad.stdout.startswith(
+        "would not start: 2 problems\n- --num-shard is 3: give one of 1, 2, 4, 8\n- --max-best-of is 0"
+    )
+
+
+def test_neither_torch_nor_weights_are_loaded() -> None:
+    code = (
+        "import sys; from launch.commands.check import run;"
+        "code = run(['--', '--port', '0', '--device', 'cpu'], {}, lambda text: None);"
+        "print(code, {'torch', 'transformers', 'grpc'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "0 set()\n" == done.stdout
+
+
+def test_a_command_line_that_cannot_be_read_has_no_table() -> None:
+    found = check(["--", "--model-id"])
+    assert (["--model-id: expected one argument"], []) == (found.problems, found.rows)
+    assert ["everything else: the command line cannot be read"] == found.unchecked
+
+
+def test_defaults_that_stand_for_wrong_settings_are_no_promise() -> None:
+    assert "what the wrong settings change" in check(["--num-shard", "3"]).unchecked[0]
+
+
+def test_help_is_of_the_command() -> None:
+    assert command("--help").stdout.startswith("usage: lockstep check -- ARGUMENTS")
+
+
+def test_all_problems_are_found_in_one_run(llama: Path) -> None:
+    words = ["--quantize", "gptq", "--num-shard", "8", "--lora-adapters", "x", "--max-total-tokens", "9000"]
+    found = check(["--", "--model-id", str(llama), *words, "--api-keys-file", "/no/file", "--colour", "red"])
+    expected = [
+        "--colour is not an option",
+        "--lora-adapters x is refused",
+        "--api-keys-file is /no/file, which is no file",
+        "--quantize is gptq, but config.json has no `quantization_config`",
+        "the model has 4 attention heads, which --num-shard 8 does not divide",
+        "max_total_tokens is 9000 but the model's longest sequence is 8192 tokens",
+        f"{llama} has no weights",
+    ]
+    assert len(expected) == len(found.problems)
+    assert all(problem.startswith(start) for problem, start in zip(found.problems, expected, strict=True))
+
+
+def test_a_port_that_is_taken_is_a_problem() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        (problem,) = check(["--port", str(taken.getsockname()[1])]).problems
+    assert problem.endswith("is taken: stop the server that has it, or give another --port (0 takes a free one)")
+
+
+@pytest.mark.parametrize(("more", "longest"), [([], 8192), (["--max-batch-total-tokens", "4096"], 4096)])
+def test_sequences_that_tgi_would_serve_and_defaults_do_not_are_named(
+    more: list[str], longest: int, llama: Path
+) -> None:
+    words = ["--model-id", str(llama), "--random-weights", *more]
+    note = check(words).notes[-1]
+    assert note.startswith(f"sequences have at most 2048 tokens, and TGI 3 serves all {longest} ")
+    found = check([*words, *shlex.split(" ".join(re.findall(r"--max-\S+ \d+", note)))])
+    assert [] == found.problems + [sentence for sentence in found.notes if "at most 2048" in sentence]
+    assert (str(longest), "flag") == row(found, "max_total_tokens")
+    assert (str(longest - 1), "flag") == row(found, "max_input_length")
+
+
+def test_a_default_that_is_another_than_tgis_is_shown_until_it_is_given() -> None:
+    assert ("127.0.0.1", "default; TGI: 0.0.0.0") == row(check([]), "hostname")
+    assert ("5", "flag") == row(check(["--max-top-n-tokens", "5"]), "max_top_n_tokens")
+
+
+def test_a_model_of_no_family_runs_on_one_shard(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "codegen"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found = check(["--model-id", str(tmp_path), "--num-shard", "2"])
+    assert ["model_type 'codegen' runs on one shard only: give --num-shard 1"] == found.problems
+    assert "whether transformers has this model, and its memory" in found.unchecked
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    text = render(check(["--speculate", "3"]), 80)
+    assert max(map(len, text.splitlines())) <= 80 and "\n- --speculate 3 changes nothing: " in text
+
+
+# --------------------------------------------------------------------------------------------------------------- truth
+
+
+def test_the_limits_are_those_of_the_start() -> None:
+    """And weights and KV cache, in the start-up table of a server with the same flags."""
+    words = ("--num-shard", "2", "--max-batch-size", "4", "--max-total-tokens", "600")
+    found = check(["--", *words])
+    with Server(*words) as server:
+        started = dict(re.findall(r"^(\S[\w -]*?)  +(\S.*?)(?:  |$)", "".join(server.lines), re.MULTILINE))
+    for name in ("max_input_length", "max_total_tokens", "max_batch_total_tokens", "max_top_n_tokens", "dtype"):
+        assert started[name] == row(found, name)[0], name
+    assert f"{started['KV cache']}, 4096 bytes each" in row(found, "KV cache")[1]
+    weights = float(row(found, "weights")[0].split()[0])
+    assert weights == pytest.approx(float(started["weights"].split()[0]), rel=0.02)
+
+
+@pytest.mark.parametrize(("visible", "number", "free_mib"), [(None, 1, 4000), ("0", 0, 20000)])
+def test_the_gpu_with_the_least_room_counts(
+    visible: str | None, number: int, free_mib: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its cache is what `lockstep-bench plan` computes for a device of that memory."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: L4\\nGPU 1: L4\\n' && exit\n"
+        "printf '0, NVIDIA L4, 20000, 23034\\n1, NVIDIA L4, 4000, 23034\\n'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    environ = {"DEVICE": "auto"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    found = check(["--model-id", str(llama), "--random-weights", "--max-concurrent-requests", "100000"], environ)
+    assert [] == found.problems
+    ranks = 2 if visible is None else 1
+    assert f"free of GPU {number}, NVIDIA L4" == row(found, "memory")[1]
+    served = ServedModel(shape(str(llama)), "bfloat16")
+    device = DatasheetDevice(1.0, 1.0, 1.0, free_mib * 2**20)
+    limits = Namespace(max_concurrent_requests=100_000, max_total_tokens=2048, max_batch_prefill_tokens=4096)
+    planned = capacity(served, device, ranks, limits)
+    assert str(planned.max_batch_total_tokens) == row(found, "max_batch_total_tokens")[0]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_remedies(tmp_path: Path, llama: Path) -> None:
+    config = LLAMA | {"num_hidden_layers": 10_000, "hidden_size": 8192, "intermediate_size": 32768}
+    (llama / "config.json").write_text(json.dumps(config))
+    (problem,) = check(["--model-id", str(llama), "--random-weights"]).problems
+    assert re.fullmatch(
+        r"[\d.]+ GB of weights a shard leave no room for a KV cache with 1 shards: use more shards, .*", problem
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- hub
+
+
+def cached(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """The variables of a cache that has the description of `someone/llama` and nothing else."""
+    model, sha = folder / "models--someone--llama", "0" * 40
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(sha)
+    (model / "snapshots" / sha).mkdir(parents=True)
+    (model / "snapshots" / sha / "config.json").write_text(json.dumps(config))
+    return {"MODEL_ID": "someone/llama", "HUGGINGFACE_HUB_CACHE": str(folder)}
+
+
+def test_a_description_in_the_cache_is_enough(tmp_path: Path) -> None:
+    found = check([], cached(tmp_path, LLAMA))
+    assert [] == found.problems and "dense" == row(found, "parameters")[1]
+    assert ["the weights: the first start downloads about 0.1 MB"] == [
+        re.sub(r"0\.0 MB|0\.\d MB", "0.1 MB", sentence) for sentence in found.unchecked
+    ]
+
+
+def test_what_the_hub_was_not_asked_is_said(tmp_path: Path) -> None:
+    offline = {"HF_HUB_OFFLINE": "1"}
+    (problem,) = check([], cached(tmp_path / "1", LLAMA) | offline).problems
+    assert "has no weights" in problem
+    found = check([], {"MODEL_ID": "someone/else", "HUGGINGFACE_HUB_CACHE": str(tmp_path / "2")} | offline)
+    assert ["HF_HUB_OFFLINE is set"] == re.findall(r"\((.*?)\)", found.problems[0])
+    assert ["the model: its shards, memory and longest sequence"] == found.unchecked
+
+
+# --------------------------------------------------------------------------------------------------- others' commands
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "environ"),
+    [
+        ("docker run IMAGE", [], {}),
+        (
+            "docker run --gpus all --shm-size 1g -p 80:80 -v /tmp/x:/data IMAGE --model-id a/b",
+            ["--model-id", "a/b"],
+            {},
+        ),
+        ("docker run --rm -it --device=/dev/kfd --group-add video --net host IMAGE:3 -e", ["-e"], {}),
+        (
+            "podman run -d -e A=1 --env B=2=3 --env=C=4 -e TOKEN IMAGE",
+            [],
+            {"A": "1", "B": "2=3", "C": "4", "TOKEN": "t"},
+        ),
+    ],
+)
+def test_a_docker_command_line_is_read(line: str, arguments: list[str], environ: dict[str, str]) -> None:
+    found = docker.read_run(line.split(), {"TOKEN": "t", "B": "of the shell"})
+    assert found is not None and found.image.startswith("IMAGE")
+    assert (arguments, environ) == (found.arguments, found.variables)
+
+
+def test_a_docker_command_line_without_an_image_is_refused() -> None:
+    with pytest.raises(Refusal, match="names no image"):
+        read_command(["docker", "run", "--rm", "-p", "80:80"], {})
+
+
+def test_mounted_folders_are_found_on_the_host(llama: Path) -> None:
+    line = f"docker run -p 127.0.0.1:{free_port()}:80 -v {llama.parent}:/data IMAGE --model-id /data/llama"
+    found = check([*line.split(), "--random-weights"])
+    assert ([], str(llama)) == (found.problems, row(found, "model")[0])
+    assert row(found, "port")[0] in line
+
+
+def test_downloads_in_a_mounted_folder_are_found(tmp_path: Path) -> None:
+    cached(tmp_path / "hub", LLAMA)
+    line = f"docker run -e MODEL_ID=someone/llama -e HF_HUB_OFFLINE=1 -v {tmp_path}:/data IMAGE"
+    assert ["dense"] == [reason for name, _, reason in check(line.split()).rows if name == "parameters"]
+    other = f"docker run -e MODEL_ID=someone/llama -e HF_HOME=/cache -v {tmp_path}:/cache IMAGE"
+    assert ["dense"] == [reason for name, _, reason in check(other.split()).rows if name == "parameters"]
+
+
+def test_an_option_of_another_server_is_told_by_its_name_here() -> None:
+    found = check(["vllm", "serve", "--tensor-parallel-size", "2", "--enforce-eager", "-tp", "2", "--swap-space", "4"])
+    assert [
+        "--tensor-parallel-size is not an option: here it is --num-shard",
+        "--enforce-eager is not an option: here it is --cuda-graphs 0",
+        "-tp is not an option: here it is --num-shard",
+        "--swap-space is not an option: see lockstep --help",
+    ] == found.problems
+
+
+def test_what_stands_for_another_servers_option_is_one_of_ours() -> None:
+    from launch.flags import build_parser
+    from launch.settings import public_settings
+
+    ours = build_parser(public_settings())._option_string_actions
+    for spellings, here in peers.OPTIONS.items():
+        assert not {*spellings.split()} & {*ours}, spellings
+        if here.startswith("--"):
+            assert re.split(r"[ ,]", here)[0] in ours
