@@ -28,7 +28,7 @@ from tests.embedded_model import corpus
 from tests.running import ROOT
 from tests.server.quantize.making import Served
 
-LAYERS = 10
+LAYERS = 24
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ from server.quantize.recipe import Recipe
 from tests.server.quantize.making import make
 def anonymous():
     return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) << 10
-make(Recipe("gptq", 4, 128), Path(sys.argv[1]), Path(sys.argv[3]))  # a small one: what libraries keep is taken
+make(Recipe(*RECIPE), Path(sys.argv[1]), Path(sys.argv[3]))  # a small one: what libraries keep is taken
 base, peak, done = anonymous(), 0, False
 def watch():
     global peak
@@ -183,15 +183,16 @@ def watch():
         time.sleep(0.002)
 thread = threading.Thread(target=watch)
 thread.start()
-make(Recipe("gptq", 4, 128), Path(sys.argv[2]), Path(sys.argv[4]))
+make(Recipe(*RECIPE), Path(sys.argv[2]), Path(sys.argv[4]))
 done = True
 thread.join()
 print(peak - base)
 """
 
 
-def test_memory_is_bounded_by_a_layer_and_not_by_the_model(tmp_path: Path) -> None:
-    """Of a model of 10 layers, half is never there: neither its own weights nor, at 1 MiB a file, what is made."""
+@pytest.mark.parametrize("recipe", [("w8a8", 8, -1), pytest.param(("gptq", 4, 128), marks=pytest.mark.offload)])
+def test_memory_is_bounded_by_a_layer_and_not_by_the_model(tmp_path: Path, recipe: tuple[str, int, int]) -> None:
+    """Of a model of 24 layers, half is never there: neither its own weights nor, at 1 MiB a file, what is made."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     common = {"vocab_size": 103, "max_position_embeddings": 128, "tie_word_embeddings": True}
     nbytes = {}
@@ -200,9 +201,7 @@ def test_memory_is_bounded_by_a_layer_and_not_by_the_model(tmp_path: Path) -> No
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / str(layers))
         nbytes[layers] = (tmp_path / str(layers) / "model.safetensors").stat().st_size
     layer = (nbytes[LAYERS] - nbytes[1]) // (LAYERS - 1)
-    script = PEAK.replace(
-        "import sys,", "import server.quantize.output_folder as folder; folder.SHARD_BYTES = 1 << 20\nimport sys,"
-    )
+    script = f"import server.quantize.output_folder as folder; folder.SHARD_BYTES, RECIPE = 1 << 20, {recipe}{PEAK}"
     command = [sys.executable, "-c", script, *(str(tmp_path / name) for name in ("1", str(LAYERS), "a", "b"))]
     # With an arena of the heap for each thread, a busy machine decides how much is kept for later.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
