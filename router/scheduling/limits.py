@@ -13,6 +13,7 @@ from router.config import ROOM_FOR_ANSWER, UNBOUNDED_TOTAL_TOKENS, RouterConfig,
 from router.scheduling.queue import blocks_for
 
 UINT32_MAX = 2**32 - 1  # what the wire carries for a number of tokens
+KEPT_BACK = 8  # Of an inferred KV cache, one part in so many is no longest sequence's.
 # How long a step may take that only computes prompts: who comes meanwhile waits for its end.
 PROMPT_STEP_S = 1.0
 LEAST_PREFILL_TOKENS = 256  # With fewer, a step is mostly the reading of weights.
@@ -54,7 +55,14 @@ class LengthLimits:
 
     max_input_length: int
     max_total_tokens: int
-    why: str  # this is the longest sequence
+    why: str  # that is the longest sequence, where none was given
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each is what it is, where it was not given."""
+        is_one_less = self.max_input_length == self.max_total_tokens - 1
+        prompt = "max_total_tokens less one" if is_one_less else "max_batch_prefill_tokens"
+        return {"max_input_length": prompt, "max_total_tokens": self.why}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,14 @@ class Room:
     sequence_tokens: int  # of the longest sequence that the cache has room for
     step_seconds: float = 0.0  # of any size
     token_seconds: float = 0.0  # for each of its tokens
+
+    def longest(self, *, is_inferred: bool) -> int:
+        """The longest sequence that nobody asked for. is_inferred: whether the cache is what fitted into memory.
+
+        Shards that are started again may find less memory, and a limit that clients were told does not change.
+        """
+        fitting = min(self.cache_tokens, self.sequence_tokens)
+        return fitting - (fitting // KEPT_BACK if is_inferred else 0)
 
 
 def derive_lengths(
@@ -111,8 +127,8 @@ def _bounds(config: RouterConfig, max_positions: int, room: Room | None) -> dict
     if (given := config.max_batch_total_tokens) is not None:
         bounds["max_batch_total_tokens"] = (given, given)
     if room is not None:
-        fitting = min(room.cache_tokens, room.sequence_tokens)
-        bounds["the KV cache that fits into memory"] = (fitting, fitting)
+        longest = room.longest(is_inferred=given is None)
+        bounds["the KV cache that fits into memory"] = (longest, min(room.cache_tokens, room.sequence_tokens))
     return bounds
 
 
@@ -189,12 +205,8 @@ def resolve(
 
 def _sources(config: RouterConfig, lengths: LengthLimits, prefill: int, *, is_full_size: bool) -> dict[str, str]:
     """Where each limit came from, for people. is_full_size: whether no load could use a larger KV cache."""
-    prompt = "max_batch_prefill_tokens" if lengths.max_input_length < lengths.max_total_tokens - 1 else ""
-    reasons = {
-        "max_input_length": prompt or "max_total_tokens less one",
-        "max_total_tokens": lengths.why,
-        "max_batch_total_tokens": "the largest load" if is_full_size else "what fits into memory",
-    }
+    tokens = "the largest load" if is_full_size else "what fits into memory"
+    reasons = lengths.reasons | {"max_batch_total_tokens": tokens}
     gaps = {name: reason for name, reason in reasons.items() if getattr(config, name) is None}
     if prefill < config.max_batch_prefill_tokens:
         gaps["max_batch_prefill_tokens"] = "what takes about a second"

@@ -88,10 +88,13 @@ class ShardGroup:
     async def warmup(self, **wanted: Any) -> KvCache:
         """Make the ranks ready; a later group is asked for the KV cache that this one got, or what fits of it."""
         cache = await self._client.warmup(**wanted)
+        longest = wanted["max_total_tokens"]
+        if wanted["may_be_shorter"]:
+            longest = min(longest, cache.room.longest(is_inferred=not wanted["max_batch_total_tokens"]))
         self._wanted = wanted | {
             "max_batch_total_tokens": 0,
             "useful_tokens": cache.max_batch_total_tokens,
-            "max_total_tokens": min(wanted["max_total_tokens"], cache.max_total_tokens),
+            "max_total_tokens": longest,
             "may_be_shorter": False,
         }
         return cache

@@ -28,9 +28,6 @@ from server.stepping.engine import LEAST_SEQUENCES, Engine
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)
 DECODING_S = 1.0  # in which a GPU's clocks are read
-# Share of an inferred KV cache that a longest sequence does not take: shards that are started again may find less
-# memory, and a limit that clients were told does not change.
-KEPT_BACK = 1 / 8
 TIMED_PROMPTS = (16, 128)  # tokens of the prompts whose steps are timed
 
 
@@ -150,8 +147,7 @@ def warm_up(
         free -= host_bytes
     room = partial(_room, engine, free - step_bytes - expected_bytes)
     if may_be_shorter:
-        kept_back = 0 if wanted_tokens else KEPT_BACK
-        total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block, kept_back)
+        total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
     tokens = cache.choose_tokens(
         wanted=wanted_tokens,
         useful=useful_tokens,
@@ -179,13 +175,13 @@ def _room(engine: Engine, free_bytes: int, longest: int) -> int:
     return engine.shard.minimum(room, engine.device.torch_device)
 
 
-def longest_that_fits(wanted: int, room: Callable[[int], int], block_bytes: int, kept_back: float = KEPT_BACK) -> int:
-    """Tokens of the longest sequence: as many as are wanted, or as the cache holds without the share that is kept back.
+def longest_that_fits(wanted: int, room: Callable[[int], int], block_bytes: int) -> int:
+    """Tokens of the longest sequence: as many as are wanted, or as the cache holds.
 
     room: bytes of a cache for sequences of so many blocks, of which a longer one may leave less.
     """
     longest = num_blocks(wanted)
-    while longest > 1 and (blocks := int(room(longest) * (1 - kept_back)) // block_bytes) < longest:
+    while longest > 1 and (blocks := room(longest) // block_bytes) < longest:
         longest = max(blocks, longest // 2)
     return min(wanted, longest * BLOCK_SIZE)
 

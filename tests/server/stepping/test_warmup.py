@@ -59,20 +59,10 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "per_longest", "kept_back", "expected"),
-    [(9, 0, 0, 100), (100, 0, 1 / 8, 100), (5, 0, 0, 80), (5, 0, 1 / 8, 64), (10, 1, 0, 48), (0, 0, 0, 16)],
-    ids=[
-        "all fits",
-        "all fits without what is kept back",
-        "five blocks",
-        "of which one is kept back",
-        "two areas",
-        "none",
-    ],
+    ("blocks", "per_longest", "expected"),
+    [(9, 0, 100), (5, 0, 80), (10, 1, 48), (0, 0, 16)],
+    ids=["all fits", "five blocks", "an area and blocks", "none"],
 )
-def test_the_longest_sequence_is_what_the_cache_holds(
-    blocks: int, per_longest: int, kept_back: float, expected: int
-) -> None:
-    """An area for a longest sequence takes room of its own where blocks are not on the device."""
-    found = longest_that_fits(100, lambda longest: 1000 * max(0, blocks - per_longest * longest), 1000, kept_back)
-    assert expected == found
+def test_the_longest_sequence_is_what_the_cache_holds(blocks: int, per_longest: int, expected: int) -> None:
+    """Where blocks are not on the device, an area for a longest sequence takes room of its own."""
+    assert expected == longest_that_fits(100, lambda longest: 1000 * max(0, blocks - per_longest * longest), 1000)
