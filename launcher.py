@@ -21,7 +21,6 @@ from contextlib import ExitStack, suppress
 from host.output import Output
 from host.process import adopt_orphans
 from host.version import version
-from launch.agent import Agent
 from launch.commands import COMMANDS
 from launch.errors import Refusal
 from launch.files import private_folder, shared_sockets
@@ -29,6 +28,7 @@ from launch.flags import read_command_line, refuse_misspelt, render_settings
 from launch.logs import Log, open_standard_streams
 from launch.machine import Placement, bind, describe_environment, is_on_loopback, place, storage_warnings
 from launch.models import resolve_model
+from launch.node_agent import Agent
 from launch.node_links import LinkProcess
 from launch.nodes import Nodes, await_address, environment_of, node_warnings
 from launch.remote_nodes import RemoteNodes

@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from launch.child_processes import Pool
 from launch.errors import Refusal
 from launch.logs import Log, printable
 from launch.node_links import BEAT_S, Channel, ChannelClosed, LinkProcess
 from launch.nodes import Layout, first_difference
-from launch.pool import Pool
 from launch.processes import Child, ChildCommand
 from launch.timers import Timers
 from server.link.config import CONTROL

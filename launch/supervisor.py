@@ -22,9 +22,9 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+from launch.child_processes import Pool
 from launch.errors import Refusal
 from launch.logs import Log, printable
-from launch.pool import Pool
 from launch.processes import Child, ChildCommand
 from launch.remote_nodes import RemoteNodes
 from launch.restarts import RestartCommands, RestartPolicy, cause_of_loss, culprit

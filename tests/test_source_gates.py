@@ -26,7 +26,7 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "
 # Log lines and traces carry the time of day. How old a file is, only its file system's clock can say.
 MAY_READ_WALL_CLOCKS = {
     "router.requests.continuing",  # when a stream began, as its answers say
-    "launch.agent",  # says what its clock shows, and …
+    "launch.node_agent",  # says what its clock shows, and …
     "launch.remote_nodes",  # … node 0 compares, for a sentence on logs that do not line up
     "launch.logs",
     "launch.commands.tls",
@@ -115,7 +115,7 @@ def test_the_router_has_nothing_to_open_connections_with() -> None:
         for call in calls(tree)
         if isinstance(call.func, ast.Attribute) and call.func.attr in OPENERS
     }
-    assert opened == {("launch.agent", "end.connect"), ("launch.nodes", "probe.connect")}
+    assert opened == {("launch.node_agent", "end.connect"), ("launch.nodes", "probe.connect")}
 
 
 def test_deadlines_know_no_time_of_day() -> None:

@@ -15,14 +15,14 @@ from typing import Any, cast
 
 import pytest
 
-from launch import agent as agent_module
+from launch import node_agent as agent_module
 from launch import node_links as talk_module
 from launch import remote_nodes as remote_nodes_module
-from launch.agent import Agent
+from launch.child_processes import Pool
 from launch.logs import Log
+from launch.node_agent import Agent
 from launch.node_links import LinkProcess
 from launch.nodes import Layout
-from launch.pool import Pool
 from launch.processes import Child, ChildCommand
 from launch.remote_nodes import MOST_UNIDENTIFIED, RemoteNodes
 from launch.shards import ShardCommands

@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from launch.child_processes import Pool
 from launch.logs import Log, printable
 from launch.node_links import BEAT_S, Channel, ChannelClosed, LinkProcess
-from launch.pool import Pool
 from launch.processes import Child
 from launch.shards import ShardCommands
 from launch.timers import Timers
