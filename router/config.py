@@ -18,6 +18,7 @@ DEFAULT_MAX_TOTAL_TOKENS = 2048
 # The names in the tables of `router/chat/formats.py`, which a test compares.
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
+KV_ADMISSIONS = ("demand", "reserve")
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
 
@@ -205,6 +206,17 @@ class RouterConfig:
             "default": "inferred at start from free memory",
             "when": "Lower it to leave memory for other programs; a value that does not fit is refused with the one "
             "that does.",
+        },
+    )
+    kv_admission: str = field(
+        default="reserve",
+        metadata={
+            "help": "When a request gets its KV blocks. demand: as it grows; it joins the batch once what it is "
+            "expected to need fits, which is learnt from the answers of its API key and route, and where blocks run "
+            "out, the youngest request of the greediest key pauses and goes on later with the same tokens. reserve: "
+            "at once for its prompt and all of its `max_new_tokens`, so that nothing that runs ever pauses.",
+            "choices": KV_ADMISSIONS,
+            "when": "reserve, where clients ask for about as many tokens as they get and no stream may pause.",
         },
     )
     max_waiting_tokens: int = field(

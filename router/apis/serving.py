@@ -181,7 +181,7 @@ async def _open(
 def caller_of(request: Request, services: Services) -> Caller:
     """Whose request it is, and how long it may take from now on. Raises ValidationError."""
     timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
-    return Caller(account_of(request), peer_of(request), timeout_s)
+    return Caller(account_of(request), peer_of(request), timeout_s, getattr(request.scope.get("route"), "path", ""))
 
 
 def account_of(request: Request) -> Account | None:
