@@ -53,7 +53,7 @@ def _short(number: int) -> Asked:
     """Of the same route as the request with this number."""
     if number % 9 < 6:
         return "/generate", {"inputs": "The", "parameters": {"max_new_tokens": 180, "stop": [" "], "details": True}}
-    asked = {"model": "demo", "max_tokens": 180, "stop": [" "]}
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 180, "stop": [" "], "seed": number}
     if number % 9 < 8:
         return "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": "The"}]}
     return "/v1/completions", asked | {"prompt": "The"}
