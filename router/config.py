@@ -136,7 +136,7 @@ class RouterConfig:
             "min": 2,
             "default": f"{DEFAULT_MAX_TOTAL_TOKENS}, more where max_input_length is more than "
             f"{DEFAULT_MAX_INPUT_LENGTH}, less where the model or max_batch_total_tokens allows less",
-            "when": "It bounds what one request can cost: KV cache is reserved for the whole sequence at admission.",
+            "when": "It bounds what one request can cost, in KV cache and in time.",
         },
     )
     waiting_served_ratio: float = field(
@@ -200,7 +200,7 @@ class RouterConfig:
     max_batch_total_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens that all running requests may reserve together: the size of the KV cache.",
+            "help": "Tokens that all running requests may hold together: the size of the KV cache.",
             "unit": "tokens",
             "min": 2,
             "default": "inferred at start from free memory",
@@ -209,7 +209,7 @@ class RouterConfig:
         },
     )
     kv_admission: str = field(
-        default="reserve",
+        default="demand",
         metadata={
             "help": "When a request gets its KV blocks. demand: as it grows; it joins the batch once what it is "
             "expected to need fits, which is learnt from the answers of its API key and route, and where blocks run "

@@ -11,6 +11,8 @@ in, first out (`queue.py`), and nothing here runs but the counting.
   leave the batch until it does. They are rebuilt later from their tokens: their clients see a pause. One that was sent
   away before stays until it has got MIN_ADVANCE tokens, so that every request ends at last; and so does the last that a
   key has, so that many keys do not take turns.
+* **Who leaves when KV blocks run out**, where they are given on demand: the youngest of the key that holds most for its
+  weight. The first of all that run never does.
 * **Prompts.** Keys that have prompt tokens to compute divide a step's budget by weight.
 * **Before the batch.** What all requests wait for, permits and places in the queue, is divided by a threshold that
   follows what is free (Choudhury and Hahne 1998): a key may hold THRESHOLD times what it leaves.

@@ -103,18 +103,18 @@ class Forecast(Generic[S]):
     def fits(self, joining: Sequence[S], most_tokens: int, leaving: Collection[S] = ()) -> bool:
         """Whether the cache, which holds `most_tokens`, has room for these until all have ended."""
         head, outlook = joining[0], self._outlook
-        is_plain = len(joining) == 1 and not leaving
-        if is_plain:
-            refused, version, looked_at = self._refused
-            if refused is head and version == outlook.version and outlook.now < looked_at + LOOKS:
-                return False
         for key in outlook.overdue():
             outlook.set(key, self._course(key))
         held_back = min(self.owed, MOST_HELD_BACK * most_tokens)
         fits = outlook.peak([self._course(entry) for entry in joining], leaving) + held_back <= most_tokens
-        if is_plain and not fits:
+        if not (fits or leaving) and len(joining) == 1:
             self._refused = head, outlook.version, outlook.now
         return fits
+
+    def is_refused(self, head: S) -> bool:
+        """Whether it did not fit alone a few steps ago, and none has come or left since then."""
+        refused, version, looked_at = self._refused
+        return refused is head and version == self._outlook.version and self._outlook.now < looked_at + LOOKS
 
     def _course(self, entry: S) -> Course:
         request = entry.request

@@ -29,7 +29,7 @@ from router.scheduling.limits import Limits
 from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
 from router.scheduling.prefix_cache import Found, PrefixCache
 from router.scheduling.prefix_index import TierIndex
-from router.scheduling.queue import Budget, RequestSize, min_size, next_batch, take_from
+from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch, take_from
 
 
 class Scheduler(Generic[S]):
@@ -49,6 +49,7 @@ class Scheduler(Generic[S]):
         self._lanes: Lanes[S] = Lanes(limits.num_lanes)
         self._suspect: S | None = None  # It alone is computed until it gets a token.
         self._num_arrived = 0
+        self._lacks_blocks = False  # whether a sequence cannot go on in the step that is planned, for want of a block
         is_on_demand = limits.kv_admission == "demand"
         self.forecast: Forecast[S] | None = Forecast(limits.block_size, limits.num_lanes) if is_on_demand else None
 
@@ -174,7 +175,7 @@ class Scheduler(Generic[S]):
             join_reason=join_reason,
             restores=self._cache.take_restores(number),
             filled=filled,
-            held=[e.id for e in self._running_in(lane) if e.may_be_held and e.id not in concerned],
+            held=self._held(lane, concerned),
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
             grown=grown,
@@ -183,6 +184,12 @@ class Scheduler(Generic[S]):
         if self.forecast is not None:
             self.forecast.planned(plan)
         return plan
+
+    def _held(self, lane: Lane[S], concerned: Collection[int]) -> list[int]:
+        """The sequences of a lane that could decode, but for a grammar that has not answered or a block that lacks."""
+        if len(concerned) == lane.size:
+            return []
+        return [entry.id for entry in self._running_in(lane) if entry.may_be_held and entry.id not in concerned]
 
     def _chosen(
         self, lane: Lane[S], *, may_admit: bool
@@ -197,7 +204,9 @@ class Scheduler(Generic[S]):
             most = self.limits.max_batch_prefill_tokens if goes_on else 0
             return [], continue_prompts([self._suspect], most), None, fresh
         running = self._running_in(lane)
-        decoding = [e for e in running if e.num_scheduled < e.granted and not (e.num_prompt_left or e.is_held)]
+        decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
+        if self._lacks_blocks:
+            decoding = [entry for entry in decoding if entry.num_scheduled < entry.granted]
         has_prompts = self.waiting or len(decoding) < len(running)
         budget = self._prefill_budget(len(decoding)) if has_prompts else 0
         chunks: dict[int, int] = {}
@@ -358,6 +367,7 @@ class Scheduler(Generic[S]):
         Returns the blocks by sequence, and who left the batch for them, by the ids that they had.
         """
         running = self._running_in(lane)
+        self._lacks_blocks = False
         short = [e for e in running if (e.num_scheduled >= e.granted or e.num_known >= e.granted) and not e.is_held]
         if not short or self._suspect is not None:
             return {}, {}
@@ -377,8 +387,9 @@ class Scheduler(Generic[S]):
         counts, needed = self.forecast.counts, entry.num_reached + 1
         counts.blocks_asked += 1
         while not self._give(entry, needed, grown):
-            if (leaving := self._who_leaves()) is None:
+            if (leaving := self._who_leaves(entry)) is None:
                 counts.num_waits += 1
+                self._lacks_blocks = True
                 return
             counts.num_sent_away += 1
             grown.pop(leaving.id, None)
@@ -386,9 +397,16 @@ class Scheduler(Generic[S]):
             if leaving is entry:
                 return
 
-    def _who_leaves(self) -> S | None:
-        """Who makes room where blocks run out; None: nobody may be sent away at the moment."""
-        return sent_away([one for one in self.running.values() if not one.is_leaving], self.ledger)
+    def _who_leaves(self, entry: S) -> S | None:
+        """Who makes room for a sequence where blocks run out; None: nobody may be sent away at the moment.
+
+        Where nobody else may, one that lacks room for what its grammar forces leaves itself: when it comes back it has
+        room for that and more. Else it might wait for others that wait for it.
+        """
+        staying = [one for one in self.running.values() if not one.is_leaving]
+        if (leaving := sent_away(staying, self.ledger)) is not None or entry.num_known < entry.granted:
+            return leaving
+        return None if entry is min(staying, key=lambda one: one.arrival) else entry
 
     def _give_ahead(self, running: Iterable[S], grown: dict[int, Sequence[int]]) -> None:
         """Have all be provided for as many steps as a block lasts, so that those steps can be repetitions."""
@@ -405,7 +423,7 @@ class Scheduler(Generic[S]):
         limits, request = self.limits, entry.request
         granted = request.filled_up(min(new_tokens, request.max_new_tokens), limits.block_size)
         more = granted - entry.granted
-        count = request.size(new_tokens=granted).blocks(limits.block_size) - len(entry.blocks)
+        count = blocks_for(more, limits.block_size)  # what it was granted before has filled its last block
         if more > limits.max_batch_total_tokens - self.reserved_tokens or count > self._cache.pool.num_free:
             return False
         self.reserved_tokens += more
@@ -473,6 +491,8 @@ class Scheduler(Generic[S]):
             places=min((places for places in (most, of_lane) if places is not None), default=None),
             block_size=limits.block_size,
         )
+        if budget.places == 0:
+            return []
         seen: list[S] = []
         found: list[Found] = []
         chunks = next_batch(self._sizes(candidates, seen, found), budget, minimum)
@@ -491,6 +511,8 @@ class Scheduler(Generic[S]):
         for entry in entries:
             # The last token before forced ones is computed in any case: it yields the next logits.
             if self.forecast is not None:
+                if not seen and self.forecast.is_refused(entry):
+                    return
                 self.forecast.expect(entry)
                 if not self._is_expected_to_fit([*seen, entry]):
                     return

@@ -42,7 +42,7 @@ class NowFitting(Scheduler[Simulated]):
     def _first_grant(self, entry: Simulated) -> int:
         return entry.request.filled_up(entry.num_known + 1, self.limits.block_size)
 
-    def _who_leaves(self) -> Simulated | None:
+    def _who_leaves(self, entry: Simulated) -> Simulated | None:
         return next(reversed(self.running.values()))
 
     def _give_ahead(self, running: Iterable[Simulated], grown: Any) -> None:

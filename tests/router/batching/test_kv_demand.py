@@ -193,6 +193,7 @@ def test_however_little_is_expected_all_end_with_their_own_tokens(
         assert is_clean(it)
         assert all(trace.reserved_tokens <= capacity for trace in it.traces)
         for entry in entries:  # each time but the first it had got on
-            assert entry.num_preempted <= 1 + entry.request.max_new_tokens // MIN_ADVANCE + len(deaths)
+            if entry.request.grammar is None:
+                assert entry.num_preempted <= 1 + entry.request.max_new_tokens // MIN_ADVANCE + len(deaths)
 
     asyncio.run(story())
