@@ -145,6 +145,7 @@ class Tally:
         default_factory=lambda: array("d")
     )  # from one token of a request to its next, once for each step
     gap_counts: array[int] = field(default_factory=lambda: array("q"))  # how many requests saw each of `gaps`
+    pauses: array[float] = field(default_factory=lambda: array("d"))  # those gaps in which a request had been sent away
     num_requests: int = 0
     num_refused: int = 0
     num_lost: int = 0  # by replicas that failed, of which those below were sent again
@@ -340,6 +341,7 @@ class Replica:
         if entry.paused_at:
             self._tally.gaps.append(now - entry.paused_at)
             self._tally.gap_counts.append(1)
+            self._tally.pauses.append(now - entry.paused_at)
             entry.paused_at = 0.0
         else:
             entry.first_token_at = now

@@ -28,6 +28,11 @@ LEAST_LEVEL, MOST_LEVEL = 0.4, 0.95
 MOST_HISTORIES = 4096  # of the keys and routes that were last seen; one takes about 2 KiB
 
 
+def bound_behind(written: int) -> int:
+    """The next length at which an answer of so many tokens is counted."""
+    return BOUNDS[bisect_right(BOUNDS, written)]
+
+
 class History:
     """The answers of one key and route."""
 
@@ -53,13 +58,12 @@ class History:
             longer, low, place = left, high, place + 1
         return most
 
-    def came(self, since: int, written: int) -> int:
-        """An answer that had `since` tokens has `written` now; returns how many bounds it has passed."""
-        first = place = bisect_right(BOUNDS, since)
+    def came(self, since: int, written: int) -> None:
+        """An answer that had `since` tokens has `written` now."""
+        place = bisect_right(BOUNDS, since)
         while BOUNDS[place] <= written:
             place += 1
             self._count(place)
-        return place - first
 
     def began(self) -> None:
         """An answer has begun."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from router.scheduling.answer_lengths import AnswerLengths
+from router.scheduling.answer_lengths import AnswerLengths, bound_behind
 from router.scheduling.outlook import Course, Outlook
 from router.scheduling.plan import S, StepPlan
 
@@ -82,6 +82,8 @@ class Forecast(Generic[S]):
 
     def finished(self, entry: S, *, is_cut: bool) -> None:
         """Its answer is complete. is_cut: only because its client wanted no more."""
+        if entry.num_counted is None:
+            return  # another server had all of it
         history, counts, written = self._lengths.of(entry.owner, entry.route), self.counts, entry.num_written
         self._count(entry, written)
         if not is_cut:
@@ -93,12 +95,12 @@ class Forecast(Generic[S]):
         counts.error_tokens += abs(written - entry.first_expected)
 
     def _count(self, entry: S, written: int) -> bool:
-        """Learn that it has so many tokens; whether they are as many as answers are counted at."""
-        if entry.num_counted is None or written <= entry.num_counted:
+        """Learn that it has so many tokens; whether it has passed a length at which answers are counted."""
+        if entry.num_counted is None or written < bound_behind(entry.num_counted):
             return False
-        num_passed = self._lengths.of(entry.owner, entry.route).came(entry.num_counted, written)
+        self._lengths.of(entry.owner, entry.route).came(entry.num_counted, written)
         entry.num_counted = written
-        return num_passed > 0
+        return True
 
     def fits(self, joining: Sequence[S], most_tokens: int, leaving: Collection[S] = ()) -> bool:
         """Whether the cache, which holds `most_tokens`, has room for these until all have ended."""

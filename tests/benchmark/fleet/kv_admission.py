@@ -121,7 +121,7 @@ def played(
     found, counts = figures(tally, 1, (None, None)), replica.counts
     assert len(tally.e2e) == len(requests), "some never ended"
     tokens = tally.num_step_tokens
-    gaps = [gap for gap, count in zip(tally.gaps, tally.gap_counts, strict=True) if count == 1]
+    pauses = tally.pauses
     return {
         "tokens/s": round(found["output_tokens_per_second"]),
         "seconds": round(found["seconds"], 1),
@@ -131,7 +131,8 @@ def played(
         "TTFT p50 s": round(found["ttft_ms"]["p50"] / 1000, 1),
         "TTFT p99 s": round(found["ttft_ms"]["p99"] / 1000, 1),
         "gap p99 ms": round(found["inter_token_ms"]["p99"], 1),
-        "longest pause s": round(max(gaps, default=0.0), 1),
+        "pause, mean s": round(sum(pauses) / max(1, len(pauses)), 1),
+        "longest s": round(max(pauses, default=0.0), 1),
         "outgrown": counts.num_outgrown,
         "error": round(counts.error_tokens / max(1, counts.num_answers)),
     }
