@@ -146,6 +146,26 @@ def test_without_a_block_a_sequence_lets_steps_pass_until_another_may_leave() ->
     assert sent == young.num_preempted > 0 == old.num_preempted and not scheduler.running
 
 
+async def test_two_do_not_wait_for_each_other_where_a_grammar_forces_more_than_a_sequence_has_room_for() -> None:
+    """The oldest lacks a block, and the only other has come back, got too little to leave again, and has forced tokens
+    to compute."""
+    limits = {**DEMAND, "max_batch_total_tokens": 121, "block_size": 8, "prefill_chunk": 9, "num_lanes": 4}
+    asked = [("a", 35, 48), ("a", 11, 65), ("a", 18, 43), ("c", 9, 27)]
+    forced = [("b", 37, 47), ("a", 19, 56), ("c", 10, 16)]
+    async with running(**limits, max_total_tokens=110, prefix_caching=True) as at_work:
+        for owner in "abc":
+            expects_little(at_work.batcher, owner)
+        entries = [
+            at_work.batcher.submit(constrained(request) if one in forced else request, owner=one[0])
+            for one in (*asked[:3], *forced[:2], asked[3], forced[2])
+            for request in [request_of(one[1], one[2], one[2])]
+        ]
+        async with asyncio.timeout(30):
+            for entry in entries:
+                assert tokens_alone(entry.request) == await token_ids_of(entry)
+    assert is_clean(at_work)
+
+
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
