@@ -18,6 +18,7 @@ ROOM_FOR_ANSWER = 1024  # behind a longest prompt that was given for such a mode
 # The names in the tables of `router/chat/formats.py`, which a test compares.
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
+KV_ADMISSIONS = ("demand", "reserve")
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
 
@@ -133,7 +134,7 @@ class RouterConfig:
             "min": 2,
             "default": f"the model's longest sequence ({UNBOUNDED_TOTAL_TOKENS} where it has none), or what the KV "
             "cache holds",
-            "when": "Lower it to bound what one request can cost.",
+            "when": "Lower it to bound what one request can cost, in KV cache and in time.",
         },
     )
     waiting_served_ratio: float = field(
@@ -198,12 +199,23 @@ class RouterConfig:
     max_batch_total_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens that all running requests may reserve together: the size of the KV cache.",
+            "help": "Tokens that all running requests may hold together: the size of the KV cache.",
             "unit": "tokens",
             "min": 2,
             "default": "inferred at start from free memory",
             "when": "Lower it to leave memory for other programs; a value that does not fit is refused with the one "
             "that does.",
+        },
+    )
+    kv_admission: str = field(
+        default="reserve",
+        metadata={
+            "help": "When a request gets its KV blocks. demand: as it grows; it joins the batch once what it is "
+            "expected to need fits, which is learnt from the answers of its API key and route, and where blocks run "
+            "out, the youngest request of the greediest key pauses and goes on later with the same tokens. reserve: "
+            "at once for its prompt and all of its `max_new_tokens`, so that nothing that runs ever pauses.",
+            "choices": KV_ADMISSIONS,
+            "when": "demand, where clients ask for many more tokens than they get, as agents do.",
         },
     )
     max_waiting_tokens: int = field(

@@ -21,6 +21,7 @@ TABLE_LIMITS = (
     "max_inter_token_ms",
     "max_batch_total_tokens",
     "max_batch_size",
+    "kv_admission",
     "waiting_served_ratio",
     "max_waiting_tokens",
     "max_best_of",
