@@ -175,7 +175,7 @@ class Scheduler(Generic[S]):
             join_reason=join_reason,
             restores=self._cache.take_restores(number),
             filled=filled,
-            held=self._held(lane, concerned),
+            held=self._held(lane, {entry.id for entry in decoding} | chunks.keys()),
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
             grown=grown,
@@ -185,11 +185,11 @@ class Scheduler(Generic[S]):
             self.forecast.planned(plan)
         return plan
 
-    def _held(self, lane: Lane[S], concerned: Collection[int]) -> list[int]:
+    def _held(self, lane: Lane[S], computed: Collection[int]) -> list[int]:
         """The sequences of a lane that could decode, but for a grammar that has not answered or a block that lacks."""
-        if len(concerned) == lane.size:
+        if len(computed) == lane.size:
             return []
-        return [entry.id for entry in self._running_in(lane) if entry.may_be_held and entry.id not in concerned]
+        return [entry.id for entry in self._running_in(lane) if entry.may_be_held and entry.id not in computed]
 
     def _chosen(
         self, lane: Lane[S], *, may_admit: bool

@@ -166,6 +166,16 @@ async def test_two_do_not_wait_for_each_other_where_a_grammar_forces_more_than_a
     assert is_clean(at_work)
 
 
+async def test_a_sequence_that_gets_blocks_and_is_not_computed_does_not_decode() -> None:
+    """It has forced tokens to compute, and the step's one prompt token goes to another's."""
+    limits = {**DEMAND, "max_total_tokens": 110, "max_batch_total_tokens": 400, "block_size": 4, "prefill_chunk": 1}
+    asked = [(7, 64), (24, 38), (2, 39), (22, 21)]
+    async with running(None, FakeMatching(), **limits) as at_work:
+        requests = [request_of(prompt, length, n) for n, (prompt, length) in enumerate(asked)]
+        await together(at_work, [constrained(one) if n % 2 else one for n, one in enumerate(requests)])
+    assert is_clean(at_work)
+
+
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
