@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-DEFAULT_MAX_INPUT_LENGTH = 1024
-DEFAULT_MAX_TOTAL_TOKENS = 2048
+UNBOUNDED_TOTAL_TOKENS = 4096  # default of a model without a longest sequence; none of them was trained on longer ones
+ROOM_FOR_ANSWER = 1024  # behind a longest prompt that was given for such a model
 # The names in the tables of `router/chat/formats.py`, which a test compares.
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
+KV_ADMISSIONS = ("demand", "reserve")
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
 
@@ -121,8 +122,8 @@ class RouterConfig:
             "aliases": ("max_input_tokens",),
             "unit": "tokens",
             "min": 1,
-            "default": f"{DEFAULT_MAX_INPUT_LENGTH}, or max_total_tokens - 1 if that is less",
-            "when": "Raise it for long documents; every running request may then hold that much KV cache.",
+            "default": "max_total_tokens - 1; for an encoder max_batch_prefill_tokens if that is less",
+            "when": "Lower it to refuse prompts that take longer than clients may wait for.",
         },
     )
     max_total_tokens: int | None = field(
@@ -131,9 +132,9 @@ class RouterConfig:
             "help": "Longest sequence: prompt plus generated tokens of one request.",
             "unit": "tokens",
             "min": 2,
-            "default": f"{DEFAULT_MAX_TOTAL_TOKENS}, more where max_input_length is more than "
-            f"{DEFAULT_MAX_INPUT_LENGTH}, less where the model or max_batch_total_tokens allows less",
-            "when": "It bounds what one request can cost: KV cache is reserved for the whole sequence at admission.",
+            "default": f"the model's longest sequence ({UNBOUNDED_TOTAL_TOKENS} where it has none), or what the KV "
+            "cache holds",
+            "when": "Lower it to bound what one request can cost, in KV cache and in time.",
         },
     )
     waiting_served_ratio: float = field(
@@ -152,6 +153,7 @@ class RouterConfig:
             "help": "Prompt tokens computed in one step; a longer prompt is computed in chunks of at most this size.",
             "unit": "tokens",
             "min": 1,
+            "default": "4096, or a power of two that takes about a second, as measured at start",
             "when": "Lower it to shorten the pause that a long prompt causes in running streams, or to save memory.",
         },
     )
@@ -197,12 +199,23 @@ class RouterConfig:
     max_batch_total_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens that all running requests may reserve together: the size of the KV cache.",
+            "help": "Tokens that all running requests may hold together: the size of the KV cache.",
             "unit": "tokens",
             "min": 2,
             "default": "inferred at start from free memory",
             "when": "Lower it to leave memory for other programs; a value that does not fit is refused with the one "
             "that does.",
+        },
+    )
+    kv_admission: str = field(
+        default="reserve",
+        metadata={
+            "help": "When a request gets its KV blocks. demand: as it grows; it joins the batch once what it is "
+            "expected to need fits, which is learnt from the answers of its API key and route, and where blocks run "
+            "out, the youngest request of the greediest key pauses and goes on later with the same tokens. reserve: "
+            "at once for its prompt and all of its `max_new_tokens`, so that nothing that runs ever pauses.",
+            "choices": KV_ADMISSIONS,
+            "when": "demand, where clients ask for many more tokens than they get, as agents do.",
         },
     )
     max_waiting_tokens: int = field(

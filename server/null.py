@@ -208,7 +208,12 @@ class NullService(pb_grpc.ShardServicer):
         """A KV cache of the wanted size, which takes no memory."""
         tokens = request.max_batch_total_tokens or min(request.useful_tokens, MOST_TOKENS)
         self._num_blocks = num_blocks(tokens)
-        return pb.WarmupReply(max_batch_total_tokens=tokens, block_size=BLOCK_SIZE, num_blocks=self._num_blocks)
+        return pb.WarmupReply(
+            max_batch_total_tokens=tokens,
+            block_size=BLOCK_SIZE,
+            num_blocks=self._num_blocks,
+            max_total_tokens=request.max_total_tokens,
+        )
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:
         """Without a pace, every step is finished when it arrives."""

@@ -125,6 +125,7 @@ class ShardService(pb_grpc.ShardServicer):
             sequences=request.max_sequences,
             fraction=self._fraction,
             host_bytes=self._tiers.config.host_bytes if self._tiers is not None else 0,
+            may_be_shorter=request.may_be_shorter,
         )
         if warmed.products and engine.shard.rank == 0:
             log.info("Products that were measured:\n  %s", "\n  ".join(warmed.products))
@@ -143,6 +144,9 @@ class ShardService(pb_grpc.ShardServicer):
             clocks=warmed.clocks,
             pads_chunks=engine.pads_chunks,
             kv_offloaded=engine.kv_placement.offloaded,
+            max_total_tokens=warmed.total_tokens,
+            step_seconds=warmed.prompt_times.step,
+            token_seconds=warmed.prompt_times.token,
         )
 
     async def OpenTiers(self, request: pb.OpenTiersRequest, context: grpc.aio.ServicerContext) -> pb.OpenTiersReply:

@@ -31,6 +31,8 @@ from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepW
 from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from host.cgroups import available_bytes
+from router.config import UNBOUNDED_TOTAL_TOKENS
+from router.scheduling.limits import Room
 from router.scheduling.queue import blocks_for
 from server.quantisation import sizes
 
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--sequence-length", type=options.positive, default=100, help="prompt tokens (100)")
     parser.add_argument("-d", "--decode-length", type=options.at_least_two, default=100, help="generated tokens (100)")
     parser.add_argument("--max-concurrent-requests", type=options.positive, default=128, help="as in the server (128)")
-    parser.add_argument("--max-total-tokens", type=options.positive, default=2048, help="as in the server (2048)")
+    parser.add_argument("--max-total-tokens", type=options.positive, help="as in the server (the model's longest)")
     parser.add_argument(
         "--max-batch-prefill-tokens", type=options.positive, default=4096, help="as in the server (4096)"
     )
@@ -83,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cost and (args.efficiency or args.overhead_ms):
         raise BenchError("--cost has measured steps: leave out --efficiency and --overhead-ms")
     named = shapes.find(args.model_id)
+    args.max_total_tokens = args.max_total_tokens or named.shape.spec.max_positions or UNBOUNDED_TOTAL_TOKENS
     quantize = stored_as(named, args.quantize, args.quantize_head)
     dtype = args.dtype or _default_dtype(named.shape, args.device)
     on_cpu = args.device == THIS and _is_cpu()
@@ -196,7 +199,7 @@ def markdown(
     result: Result, args: argparse.Namespace, model: str, served: ServedModel, capacities: list[Capacity]
 ) -> str:
     """What fits, then one table of floors and one of ceilings for each number of shards."""
-    parts = [_arguments_table(args, model, served), _capacity_table(capacities)]
+    parts = [_arguments_table(args, model, served), _capacity_table(capacities, args.max_total_tokens)]
     for found in capacities:
         own = [row for row in result.rows if row["num_shard"] == found.num_shard]
         has_links = args.pipeline_parallel > 1
@@ -226,8 +229,9 @@ def _arguments_table(args: argparse.Namespace, model: str, served: ServedModel) 
     return table(("Parameter", "Value"), pairs)
 
 
-def _capacity_table(capacities: list[Capacity]) -> str:
-    headers = ("Shards", "Weights per shard", "KV per token and shard", "KV tokens that fit", "max_batch_total_tokens")
+def _capacity_table(capacities: list[Capacity], max_total_tokens: int) -> str:
+    fitting = ("KV tokens that fit", "max_batch_total_tokens", "Longest sequence")
+    headers = ("Shards", "Weights per shard", "KV per token and shard", *fitting)
     cells = [
         [
             found.num_shard,
@@ -235,10 +239,15 @@ def _capacity_table(capacities: list[Capacity]) -> str:
             f"{found.kv_bytes_per_token_per_shard} B",
             found.kv_tokens,
             "-" if found.problem else found.max_batch_total_tokens,
+            "-" if found.problem else min(max_total_tokens, _longest(found.kv_tokens)),
         ]
         for found in capacities
     ]
     return table(headers, cells)
+
+
+def _longest(kv_tokens: int) -> int:
+    return Room(kv_tokens, kv_tokens).longest(is_inferred=True)
 
 
 def _floor_table(rows: list[dict[str, Any]], *, has_links: bool) -> str:

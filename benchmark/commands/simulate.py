@@ -43,7 +43,7 @@ from benchmark.result import PERCENTILE_RULE, BenchError, Result, RunContext, ar
 from benchmark.terminal import Stage, shown
 from router.config import RouterConfig
 from router.scheduling.balancing import ALIASES, POLICIES
-from router.scheduling.limits import Limits, resolve
+from router.scheduling.limits import Limits, Room, resolve
 from router.scheduling.queue import blocks_for
 from server.quantisation import sizes
 
@@ -54,6 +54,7 @@ LIMITS = (
     "prefill_chunk",
     "max_inter_token_ms",
     "max_batch_size",
+    "kv_admission",
     "waiting_served_ratio",
     "max_waiting_tokens",
     "max_concurrent_requests",
@@ -172,6 +173,8 @@ _share = options.number(above=0, at_most=1)
 
 def _limit(name: str) -> Callable[[str], float | str]:
     """An argparse type: a value of this setting."""
+    if choices := SETTINGS[name].metadata.get("choices"):
+        return partial(_one_of, name, choices)
     least, is_ratio = SETTINGS[name].metadata["min"], isinstance(SETTINGS[name].default, float)
 
     def limit(text: str) -> float | str:
@@ -183,6 +186,12 @@ def _limit(name: str) -> Callable[[str], float | str]:
         return value
 
     return limit
+
+
+def _one_of(name: str, choices: Sequence[str], text: str) -> str:
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"{name} is {text} but must be one of {', '.join(choices)}")
+    return text
 
 
 def _sweep(text: str) -> tuple[str, list[float | str]]:
@@ -323,6 +332,7 @@ def _limits(
         tokens = config.max_batch_total_tokens or replica.kv_tokens(config)
         return resolve(
             config,
+            Room(tokens, tokens),
             max_positions=0,
             has_encoder=False,
             vocab_size=1,

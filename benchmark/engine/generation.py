@@ -177,7 +177,7 @@ class TimedShards:
         """What the shards loaded. Raises ShardError."""
         return await self.shards.info()
 
-    async def warmup(self, **wanted: int) -> KvCache:
+    async def warmup(self, **wanted: Any) -> KvCache:
         """Size the KV cache. Raises ShardError."""
         return await self.shards.warmup(**wanted)
 

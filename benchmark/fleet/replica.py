@@ -3,7 +3,8 @@
 Every decision is `router.scheduling`'s; what is here instead of the router's batching loop is its order of events, with
 nothing to wait for: plan until two steps are under way, take the oldest reply, plan again. Tokens have no content. A
 token comes from every step once a prompt is through, so that a request's last step is known when its first token is:
-the work per step does not grow with its sequences but for what the scheduler itself does.
+the work per step does not grow with its sequences but for what the scheduler itself does. One that is sent away ends as
+much later as it waits.
 
 Which replica gets a request is in `fleet.py`.
 
@@ -22,6 +23,7 @@ from struct import Struct
 
 from benchmark.cost.step_times import Cost, StepWork
 from benchmark.fleet.traffic import NEVER, Request
+from router.scheduling.forecast import DemandCounts
 from router.scheduling.limits import Limits
 from router.scheduling.plan import MOST_UNDER_WAY, StepPlan
 from router.scheduling.prefix_index import TierIndex
@@ -75,14 +77,22 @@ class Simulated(Scheduled):
     prompt_length: int = 0  # of the request
     most_tokens: int = 0  # that it asks for
     names: SharedNames = field(default_factory=SharedNames)  # the fleet's
+    name: int = 0  # its first id, by which its blocks are known
+    ends_in: int = 0  # the step that gives its last token, once its prompt is through; 0: not yet, or not any more
+    paused_at: float = 0.0  # when it got the last token before it was sent away; 0: it was not
 
-    # What the scheduler asks of every sequence in every step, without a look at the request: there are no grammars,
-    # and nothing is rebuilt. A fleet of a thousand replicas has no request at hand that it looked at a while ago.
+    # What the scheduler asks of every sequence in every step, without a look at the request: there are no grammars. A
+    # fleet of a thousand replicas has no request at hand that it looked at a while ago.
 
     @property
     def num_prompt_left(self) -> int:
-        """Tokens of the prompt that no step sent so far computes."""
-        return self.prompt_length - self.num_prompt_scheduled
+        """Tokens of the prompt, and of what is rebuilt, that no step sent so far computes."""
+        return self.prompt_length + self.num_known - self.num_prompt_scheduled
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of its answer that the steps sent so far yield."""
+        return min(self.num_scheduled, self.output_length)
 
     @property
     def is_held(self) -> bool:
@@ -96,6 +106,7 @@ class Simulated(Scheduled):
 
     def __post_init__(self) -> None:
         """Copy from the request what is asked for in every step."""
+        self.name = self.id
         self.ask(self.request)
 
     def ask(self, request: ValidRequest) -> None:
@@ -111,7 +122,7 @@ class Simulated(Scheduled):
         if asked is not None and asked.hashes and self.began_at is None:
             keys = self.names.keys(asked.hashes, asked.hash_tokens, block_size)[:num_blocks]
             known = len(keys)
-        return NamedKeys(keys + [_unique(self.id, n) for n in range(known, num_blocks)])
+        return NamedKeys(keys + [_unique(self.name, n) for n in range(known, num_blocks)])
 
     @property
     def context(self) -> int:
@@ -131,6 +142,7 @@ class Tally:
         default_factory=lambda: array("d")
     )  # from one token of a request to its next, once for each step
     gap_counts: array[int] = field(default_factory=lambda: array("q"))  # how many requests saw each of `gaps`
+    pauses: array[float] = field(default_factory=lambda: array("d"))  # those gaps in which a request had been sent away
     num_requests: int = 0
     num_refused: int = 0
     num_prompt_tokens: int = 0  # of those admitted, each time
@@ -222,17 +234,21 @@ class _SimulatedStep:
     begins_at: float
     ends_at: float
     firsts: list[Simulated]  # whose prompts end in it
+    paused: list[Simulated]  # who streamed until they were sent away with it
 
 
 class Replica:
     """One server in virtual time: a router's scheduler, and shards whose steps take what a cost model says."""
 
-    def __init__(self, limits: Limits, cost: Cost, tally: Tally) -> None:
+    def __init__(
+        self, limits: Limits, cost: Cost, tally: Tally, scheduler: type[Scheduler[Simulated]] = Scheduler
+    ) -> None:
+        """scheduler: another one, to compare."""
         self._limits = limits
         self._cost = cost
         self._tally = tally
         self._arrived = Arrived()
-        self._scheduler: Scheduler[Simulated] = Scheduler(limits, self._arrived)
+        self._scheduler = scheduler(limits, self._arrived)
         self.num_outstanding = 0  # requests waiting and running
         self._under_way: deque[_SimulatedStep] = deque()
         self._free_at = 0.0  # when the shards will have computed what was sent
@@ -240,11 +256,17 @@ class Replica:
         self._streaming = 0  # requests between their first token and their last
         self._context = 0  # keys that the next decode step looks at
         self._last_tokens: dict[int, list[Simulated]] = {}  # step -> whose last token it gives
+        self._num_planned = 0  # steps
 
     @property
     def next_reply_at(self) -> float:
         """When the oldest step under way is answered, in virtual seconds; NEVER when the replica is idle."""
         return self._under_way[0].ends_at if self._under_way else NEVER
+
+    @property
+    def counts(self) -> DemandCounts:
+        """What giving blocks on demand has led to, nothing where they are reserved."""
+        return DemandCounts() if self._scheduler.forecast is None else self._scheduler.forecast.counts
 
     @property
     def is_full(self) -> bool:
@@ -258,6 +280,7 @@ class Replica:
     def submit_together(self, entries: Sequence[Simulated], now: float) -> None:
         """Queue requests that come at one moment, so that the next step may take them all."""
         for entry in entries:
+            entry.id = self._scheduler.new_id()
             self._scheduler.add(entry)
             self.num_outstanding += 1
         if not self._under_way:
@@ -273,13 +296,16 @@ class Replica:
         step = self._under_way.popleft()
         self._scheduler.computed(step.plan)
         self._scheduler.timed(step.plan, step.ends_at - step.begins_at)
+        self._streaming -= len(step.paused)
+        for entry in step.paused:
+            entry.paused_at = self._replied_at
         self._tally.num_given += self._streaming + len(step.firsts)
         if self._streaming:
             self._tally.gaps.append(now - self._replied_at)
             self._tally.gap_counts.append(self._streaming)
         self._replied_at = now
         for entry in step.firsts:
-            entry.first_token_at = now
+            self._first(entry, now)
         ended = self._last_tokens.pop(step.plan.number, ())
         for entry in ended:
             self._end(entry, now)
@@ -287,7 +313,18 @@ class Replica:
         self._fill(now)
         return ended
 
+    def _first(self, entry: Simulated, now: float) -> None:
+        """It gets the first token of all, or after it was sent away."""
+        if entry.paused_at:
+            self._tally.gaps.append(now - entry.paused_at)
+            self._tally.gap_counts.append(1)
+            self._tally.pauses.append(now - entry.paused_at)
+            entry.paused_at = 0.0
+        else:
+            entry.first_token_at = now
+
     def _end(self, entry: Simulated, now: float) -> None:
+        self._scheduler.finished(entry, is_cut=entry.output_length == entry.most_tokens)
         entry.is_over = True
         self.num_outstanding -= 1
         if not entry.is_first_leg:
@@ -295,19 +332,51 @@ class Replica:
 
     def _fill(self, now: float) -> None:
         """Send steps until two are under way or nothing is left to do."""
+        if self._scheduler.forecast is not None:
+            self._scheduler.forget_cancelled()  # who was sent away with the last token under way, and has got it
         while len(self._under_way) < MOST_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
+            paused = [entry for entry in plan.preempted.values() if self._is_paused(entry)]
+            for id in plan.held:
+                self._postpone(self._scheduler.running[id])
             firsts = self._completed(plan) if plan.chunks else []
             for entry in plan.admitted:
-                entry.admitted_at = now
-                if entry.began_at is None:
-                    self._tally.num_prompt_tokens += entry.request.input_length
-                    self._tally.num_cached_tokens += plan.cached(entry)
+                self._admitted(plan, entry, now)
             for entry in firsts:
-                self._last_tokens.setdefault(plan.number + entry.output_length - 1, []).append(entry)
+                self._ends_in(entry, plan.number + entry.output_length - entry.num_rebuilt - 1)
             begins_at = max(now, self._free_at)
             self._free_at = begins_at + self._cost.seconds(self._work(plan, firsts))
-            self._under_way.append(_SimulatedStep(plan, begins_at, self._free_at, firsts))
+            self._under_way.append(_SimulatedStep(plan, begins_at, self._free_at, firsts, paused))
             self._note(plan, self._free_at - begins_at)
+            self._num_planned = plan.number
+
+    def _admitted(self, plan: StepPlan[Simulated], entry: Simulated, now: float) -> None:
+        if entry.num_preempted:
+            return  # it comes back
+        entry.admitted_at = now
+        if entry.began_at is None:
+            self._tally.num_prompt_tokens += entry.request.input_length
+            self._tally.num_cached_tokens += plan.cached(entry)
+
+    def _ends_in(self, entry: Simulated, step: int) -> None:
+        entry.ends_in = step
+        self._last_tokens.setdefault(step, []).append(entry)
+
+    def _is_paused(self, entry: Simulated) -> bool:
+        """Whether one that is sent away streamed, and will again: not if its last token is under way."""
+        if not entry.ends_in:
+            return False
+        self._context -= entry.context
+        step, entry.ends_in = entry.ends_in, 0
+        if step <= self._num_planned:
+            return False
+        self._last_tokens[step].remove(entry)
+        return True
+
+    def _postpone(self, entry: Simulated) -> None:
+        """It gets its tokens a step later, for want of a block."""
+        if entry.ends_in > self._num_planned:
+            self._last_tokens[entry.ends_in].remove(entry)
+            self._ends_in(entry, entry.ends_in + 1)
 
     def _completed(self, plan: StepPlan[Simulated]) -> list[Simulated]:
         """Requests whose prompts end in this step."""

@@ -178,7 +178,6 @@ def _check_model(
     found = estimate(settings, placement, folder, environ, findings.problems.append)
     if found is not None:
         _add_estimate(settings, placement, found, findings)
-        findings.notes += _shorter_than_the_model(settings, found)
     wanted = found.weight_bytes if found else 0
     _check_weights(settings, folder, findings, missing_bytes=None if is_local or is_offline(environ) else wanted)
     return found
@@ -224,22 +223,6 @@ def _check_weights(settings: Settings, folder: Path, findings: Findings, missing
         findings.notes.append(f"{files[0].name} is converted to safetensors at the first start")
 
 
-def _shorter_than_the_model(settings: Settings, found: Estimate) -> list[str]:
-    """A sentence where a default keeps sequences shorter than TGI 3 does."""
-    if found.lengths is None or settings.sources["max_total_tokens"] != "default":
-        return []
-    fitting = found.capacity.kv_tokens if found.capacity else None
-    bounds: tuple[int | None, ...] = (settings.values["max_batch_total_tokens"], fitting)
-    longest = min([found.max_positions, *(bound for bound in bounds if bound is not None)])
-    total = found.lengths.max_total_tokens
-    if longest <= total:
-        return []
-    return [
-        f"sequences have at most {total} tokens, and TGI 3 serves all {longest} that model and memory allow: give "
-        f"--max-total-tokens {longest} --max-input-length {longest - 1} for the same"
-    ]
-
-
 def _add_estimate(settings: Settings, placement: Placement, found: Estimate, findings: Findings) -> None:
     count, unit = (found.parameters / 1e6, "million") if found.parameters < 1e9 else (found.parameters / 1e9, "billion")
     findings.add("parameters", f"{count:.3g} {unit}", found.stored)
@@ -272,26 +255,18 @@ def _add_settings(settings: Settings, found: Estimate | None, findings: Findings
         if name in derived:
             value, source = derived[name]
         theirs = tgi.SETTINGS[name].default
-        if settings.sources[name] == "default" and theirs:
+        if settings.sources[name] == "default" and theirs and name not in derived:
             source += f"; TGI: {theirs}"
         findings.add(name, _shown(name, value), source)
 
 
 def _derived(settings: Settings, found: Estimate) -> dict[str, tuple[object, str]]:
     """The limits that follow from the model and the memory: value, and why."""
-    values, lengths, room = settings.values, found.lengths, found.capacity
+    lengths, room = found.lengths, found.capacity
     if lengths is None:
         return {}
-    why = {name: settings.sources[name] for name in DERIVED}
-    if why["max_total_tokens"] == "default":
-        bounds = {
-            found.max_positions: "the model's longest sequence",
-            values["max_batch_total_tokens"]: "max_batch_total_tokens",
-            room.kv_tokens if room else None: "the KV cache that fits",
-        }
-        why["max_total_tokens"] = bounds.get(lengths.max_total_tokens, "default")
-    if why["max_batch_total_tokens"] == "default":
-        why["max_batch_total_tokens"] = "for max_concurrent_requests of max_total_tokens, or what fits"
+    why = lengths.reasons | {"max_batch_total_tokens": "for max_concurrent_requests of max_total_tokens, or what fits"}
+    why |= {name: source for name in DERIVED if (source := settings.sources[name]) != "default"}
     result: dict[str, tuple[object, str]] = {
         "max_input_length": (lengths.max_input_length, why["max_input_length"]),
         "max_total_tokens": (lengths.max_total_tokens, why["max_total_tokens"]),

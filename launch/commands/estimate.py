@@ -23,7 +23,7 @@ from host.cpu_kinds import good_dtypes
 from launch.machine import Placement
 from launch.settings import Settings
 from router.config import RouterConfig
-from router.scheduling.limits import LengthLimits, derive_lengths, max_sequences
+from router.scheduling.limits import LengthLimits, Room, derive_lengths, max_sequences
 from server.arch.spec import with_rope_scaling
 from server.quantisation import sizes
 
@@ -119,7 +119,8 @@ def _scaled(shape: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 def _lengths(config: RouterConfig, shape: ModelShape, fitting_tokens: int | None = None) -> LengthLimits:
     has_encoder = shape.spec.encoder is not None
-    return derive_lengths(config, shape.spec.max_positions, has_encoder=has_encoder, fitting_tokens=fitting_tokens)
+    room = None if fitting_tokens is None else Room(fitting_tokens, fitting_tokens)
+    return derive_lengths(config, shape.spec.max_positions, has_encoder=has_encoder, room=room)
 
 
 def is_offloaded(settings: Settings) -> bool:

@@ -189,7 +189,7 @@ async def _open(
 def caller_of(request: Request, services: Services) -> Caller:
     """Whose request it is, and how long it may take from now on. Raises ValidationError."""
     timeout_s = timeout_of(request.headers.get(DEADLINE_HEADER), services.config.request_timeout)
-    return Caller(account_of(request), peer_of(request), timeout_s)
+    return Caller(account_of(request), peer_of(request), timeout_s, getattr(request.scope.get("route"), "path", ""))
 
 
 def timeout_of(header: str | None, longest: float | None) -> float | None:

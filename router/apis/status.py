@@ -103,6 +103,7 @@ class InfoBody(TypedDict):
     max_batch_total_tokens: int
     max_waiting_tokens: int
     max_batch_size: int | None
+    kv_admission: str
     max_client_batch_size: int
     validation_workers: int
     num_shard: int
@@ -144,6 +145,7 @@ def info_body(services: Services, defaults: dict[str, Any]) -> InfoBody:
         "max_batch_total_tokens": services.batcher.limits.max_batch_total_tokens,
         "max_waiting_tokens": limits.max_waiting_tokens,
         "max_batch_size": limits.max_batch_size,
+        "kv_admission": limits.kv_admission,
         "max_client_batch_size": config.max_client_batch_size,
         "validation_workers": config.validation_workers,
         "num_shard": model.world_size,

@@ -137,7 +137,13 @@ class Batcher:
             raise Overloaded(f"Model is overloaded: more than {most} tokens would wait (max_queue_tokens)", seconds)
 
     def submit(
-        self, request: ValidRequest, *, owner: str = "", weight: float = 1.0, known: Sequence[KnownToken] = ()
+        self,
+        request: ValidRequest,
+        *,
+        owner: str = "",
+        weight: float = 1.0,
+        route: str = "",
+        known: Sequence[KnownToken] = (),
     ) -> Entry:
         """Queue a request of the API key `owner`. Raises Unavailable when draining or when the shards are gone.
 
@@ -149,7 +155,7 @@ class Batcher:
             self._tokenizer, request.token_ids, request.stop, request.max_new_tokens, request.ends
         )
         id, now = self._scheduler.new_id(), self._clock()
-        entry = Entry(id, request, owner=owner, weight=weight, generated=generated, queued_at=now)
+        entry = Entry(id, request, owner=owner, weight=weight, route=route, generated=generated, queued_at=now)
         self._live[entry.id] = entry
         self._drain_rate.began()
         reason = self._delivery.take_known(entry, known)
@@ -346,6 +352,7 @@ class Batcher:
 
     def _finish(self, entry: Entry, reason: FinishReason) -> None:
         timings = Timings(entry.queued_at, entry.admitted_at, entry.first_token_at, self._clock())
+        self._scheduler.finished(entry, is_cut=reason is FinishReason.LENGTH)
         self._end(entry)
         stopped_by = entry.stopped_by if reason is FinishReason.STOP_SEQUENCE else None
         told = Finished(reason, entry.generated.text, entry.generated.num_tokens, timings, stopped_by)

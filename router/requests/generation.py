@@ -45,6 +45,7 @@ class Caller:
     account: Account | None = None  # of the key that it came with
     peer: str = ""  # the address that it came from
     timeout_s: float | None = None  # from when it is opened; the request ends with DeadlinePassed after it
+    route: str = ""  # by which it came
 
     @property
     def owner(self) -> str:
@@ -109,7 +110,7 @@ class Generator:
                     valid = known.checked(valid, self._batcher.limits.vocab_size)
                 opened.take_permits(len(valid) - 1)
                 opened.charge(sum(one.size().tokens for one in valid))
-                self._submit(opened, valid, caller.account, request_id, known)
+                self._submit(opened, valid, caller, request_id, known)
                 if is_stream and len(valid) > 1:
                     opened.merge_events()
                 for entry in one_per_prompt(opened.entries):
@@ -155,18 +156,19 @@ class Generator:
         self,
         opened: OpenRequest,
         valid: Sequence[ValidRequest],
-        account: Account | None,
+        caller: Caller,
         request_id: str,
         known: Known | None,
     ) -> None:
         """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
+        account = caller.account
         owner, weight = ("", 1.0) if account is None else (account.owner, account.share)
         self._batcher.check_room(valid, owner, weight)
         for number, one in enumerate(valid):
             tokens = known.samples[number].tokens if known is not None else ()
             if not owner and one.priority < 0:  # without keys no client may pass others
                 one = replace(one, priority=0)
-            entry = self._batcher.submit(one, owner=owner, weight=weight, known=tokens)
+            entry = self._batcher.submit(one, owner=owner, weight=weight, route=caller.route, known=tokens)
             entry.request_id = request_id
             opened.entries.append(entry)
 

@@ -11,6 +11,8 @@ in, first out (`queue.py`), and nothing here runs but the counting.
   leave the batch until it does. They are rebuilt later from their tokens: their clients see a pause. One that was sent
   away before stays until it has got MIN_ADVANCE tokens, so that every request ends at last; and so does the last that a
   key has, so that many keys do not take turns.
+* **Who leaves when KV blocks run out**, where they are given on demand: the youngest of the key that holds most for its
+  weight. The first of all that run never does.
 * **Prompts.** Keys that have prompt tokens to compute divide a step's budget by weight.
 * **Before the batch.** What all requests wait for, permits and places in the queue, is divided by a threshold that
   follows what is free (Choudhury and Hahne 1998): a key may hold THRESHOLD times what it leaves.
@@ -42,6 +44,14 @@ class Claimant(Protocol):
     @property
     def max_tokens(self) -> int:
         """The longest sequence that the request can reach."""
+
+    @property
+    def claim(self) -> int:
+        """What it counts as in the batch: the sequence that it is expected to reach."""
+
+    @property
+    def arrival(self) -> int:
+        """Its place among all requests that came."""
 
     @property
     def may_be_preempted(self) -> bool:
@@ -109,15 +119,19 @@ class Ledger:
         """Move a request from the queue to the batch."""
         holding = self._holdings[one.owner]
         holding.num_running += 1
-        holding.running_tokens += one.max_tokens
+        holding.running_tokens += one.claim
         self.unqueued(one)
 
     def released(self, one: Claimant) -> None:
         """Count a request no more that has left the batch."""
         holding = self._holdings[one.owner]
         holding.num_running -= 1
-        holding.running_tokens -= one.max_tokens
+        holding.running_tokens -= one.claim
         self._forget(one.owner)
+
+    def outgrown(self, owner: str, tokens: int) -> None:
+        """A running request counts as so many tokens more than before."""
+        self._holdings[owner].running_tokens += tokens
 
     def _forget(self, owner: str) -> None:
         holding = self._holdings[owner]
@@ -169,7 +183,7 @@ def fair_order(waiting: Iterable[C], ledger: Ledger) -> Iterator[C]:
         _, one = queues[owner].popleft()
         yield one
         if queues[owner]:
-            level += ledger.share(one.max_tokens, 1) / one.weight
+            level += ledger.share(one.claim, 1) / one.weight
             heapq.heapreplace(heap, (level, queues[owner][0][0], owner))
         else:
             heapq.heappop(heap)
@@ -198,11 +212,24 @@ def preempted_for(head: C, running: Sequence[C], ledger: Ledger, fits: Callable[
     ]:
         _, owner = max(over)
         victim = candidates[owner].pop()
-        held[owner] -= ledger.share(victim.max_tokens, 1)
+        held[owner] -= ledger.share(victim.claim, 1)
         chosen.append(victim)
         if fits(chosen):
             return chosen
     return []
+
+
+def sent_away(running: Sequence[C], ledger: Ledger) -> C | None:
+    """Who leaves when KV blocks run out: of the key that holds most for its weight, whoever came last.
+
+    Never whoever came first of all, so that one request always gets on; None where the others have not got on since
+    they last made room.
+    """
+    if not running:
+        return None
+    first = min(running, key=lambda one: one.arrival)
+    candidates = [one for one in running if one is not first and one.may_be_preempted]
+    return max(candidates, key=lambda one: (ledger.level(one.owner), one.arrival), default=None)
 
 
 def _can_spare(victim: Claimant, held: float, head: Claimant, ledger: Ledger) -> bool:
@@ -210,7 +237,7 @@ def _can_spare(victim: Claimant, held: float, head: Claimant, ledger: Ledger) ->
 
     Otherwise the two would only change places: with more keys than places in the batch, all would take turns for ever.
     """
-    rest = (held - ledger.share(victim.max_tokens, 1)) / ledger.holding(victim.owner).weight
+    rest = (held - ledger.share(victim.claim, 1)) / ledger.holding(victim.owner).weight
     return held > ledger.entitlement(victim.owner) + TINY and rest > ledger.level(head.owner) + TINY
 
 
@@ -218,7 +245,7 @@ def _is_entitled(head: Claimant, ledger: Ledger) -> bool:
     holding = ledger.holding(head.owner)
     if not holding.num_running:
         return True
-    share = ledger.share(holding.running_tokens + head.max_tokens, holding.num_running + 1)
+    share = ledger.share(holding.running_tokens + head.claim, holding.num_running + 1)
     return share <= ledger.entitlement(head.owner) + TINY
 
 

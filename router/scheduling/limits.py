@@ -9,10 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router.config import DEFAULT_MAX_INPUT_LENGTH, DEFAULT_MAX_TOTAL_TOKENS, RouterConfig, relation_problems
+from router.config import ROOM_FOR_ANSWER, UNBOUNDED_TOTAL_TOKENS, RouterConfig, relation_problems
 from router.scheduling.queue import blocks_for
 
 UINT32_MAX = 2**32 - 1  # what the wire carries for a number of tokens
+KEPT_BACK = 8  # Of an inferred KV cache, one part in so many is no longest sequence's.
+# How long a step may take that only computes prompts: who comes meanwhile waits for its end.
+PROMPT_STEP_S = 1.0
+LEAST_PREFILL_TOKENS = 256  # With fewer, a step is mostly the reading of weights.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,42 +45,63 @@ class Limits:
     pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
     num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False
+    kv_admission: str = "reserve"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """How long one request may be, known before the warmup."""
+    """How long one request may be."""
 
     max_input_length: int
     max_total_tokens: int
+    why: str  # that is the longest sequence, where none was given
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each is what it is, where it was not given."""
+        is_one_less = self.max_input_length == self.max_total_tokens - 1
+        prompt = "max_total_tokens less one" if is_one_less else "max_batch_prefill_tokens"
+        return {"max_input_length": prompt, "max_total_tokens": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the warmup found: KV cache in tokens, and what a step with a prompt takes in seconds, 0 if not known."""
+
+    cache_tokens: int
+    sequence_tokens: int  # of the longest sequence that the cache has room for
+    step_seconds: float = 0.0  # of any size
+    token_seconds: float = 0.0  # for each of its tokens
+
+    def longest(self, *, is_inferred: bool) -> int:
+        """The longest sequence that nobody asked for. is_inferred: whether the cache is what fitted into memory.
+
+        Shards that are started again may find less memory, and a limit that clients were told does not change.
+        """
+        fitting = min(self.cache_tokens, self.sequence_tokens)
+        return fitting - (fitting // KEPT_BACK if is_inferred else 0)
 
 
 def derive_lengths(
-    config: RouterConfig, max_positions: int, *, has_encoder: bool, fitting_tokens: int | None = None
+    config: RouterConfig, max_positions: int, *, has_encoder: bool, room: Room | None = None
 ) -> LengthLimits:
     """Fill the gaps of the two length limits. Raises ValueError that names value, bound and remedy.
 
-    max_positions: of the model, 0 for none. has_encoder: prompts are read whole, in one step. fitting_tokens: the KV
-    cache that the warmup found room for.
+    max_positions: of the model, 0 for none. has_encoder: prompts are read whole, in one step. room: None before the
+    warmup.
     """
-    bounds = {
-        "the model's longest sequence": max_positions or None,
-        "max_batch_total_tokens": config.max_batch_total_tokens,
-        "the KV cache that fits into memory": fitting_tokens,
-    }
-    known = {name: value for name, value in bounds.items() if value is not None}
-    room = DEFAULT_MAX_TOTAL_TOKENS - DEFAULT_MAX_INPUT_LENGTH  # for an answer
-    wanted = (config.max_input_length or DEFAULT_MAX_INPUT_LENGTH) + room
-    total = config.max_total_tokens or min([max(wanted, DEFAULT_MAX_TOTAL_TOKENS), *known.values()])
+    bounds = _bounds(config, max_positions, room)
+    wanted = min(bounds, key=lambda name: bounds[name][0])
+    total, why = (config.max_total_tokens, "") if config.max_total_tokens else (bounds[wanted][0], wanted)
     problems = [
         f"max_total_tokens is {total} but {name} is {bound} tokens: lower max_total_tokens to {bound} or less"
-        for name, bound in known.items()
-        if total > bound
+        for name, (_, bound) in bounds.items()
+        if bound is not None and total > bound
     ]
     step = config.max_batch_prefill_tokens if has_encoder else total
-    input_length = config.max_input_length or max(1, min(DEFAULT_MAX_INPUT_LENGTH, total - 1, step))
+    input_length = config.max_input_length or max(1, min(total - 1, step))
     if has_encoder and input_length > step:
         problems.append(
             f"max_input_length is {input_length} but max_batch_prefill_tokens is {step}, and the encoder of this model "
@@ -90,7 +115,36 @@ def derive_lengths(
     )
     if problems:
         raise ValueError("; ".join(problems))
-    return LengthLimits(input_length, total)
+    return LengthLimits(input_length, total, why)
+
+
+def _bounds(config: RouterConfig, max_positions: int, room: Room | None) -> dict[str, tuple[int, int | None]]:
+    """What bounds the longest sequence: how long one is that nobody asked for, and at most; None: as is asked for."""
+    if max_positions:
+        bounds: dict[str, tuple[int, int | None]] = {"the model's longest sequence": (max_positions, max_positions)}
+    else:
+        wanted = max(UNBOUNDED_TOTAL_TOKENS, (config.max_input_length or 0) + ROOM_FOR_ANSWER)
+        bounds = {"the default for a model without a longest sequence": (wanted, None)}
+    if (given := config.max_batch_total_tokens) is not None:
+        bounds["max_batch_total_tokens"] = (given, given)
+    if room is not None:
+        longest = room.longest(is_inferred=given is None)
+        bounds["the KV cache that fits into memory"] = (longest, min(room.cache_tokens, room.sequence_tokens))
+    return bounds
+
+
+def prefill_tokens(config: RouterConfig, room: Room, *, has_encoder: bool) -> int:
+    """Prompt tokens of the largest step: as given, or what takes about PROMPT_STEP_S, in a power of two.
+
+    Where any step takes long, as where weights stream, half of its time at least goes into tokens.
+    """
+    most = config.max_batch_prefill_tokens
+    is_given = config.sources.get("max_batch_prefill_tokens") != "default"
+    if is_given or has_encoder or not room.token_seconds:
+        return most
+    seconds = max(PROMPT_STEP_S - room.step_seconds, room.step_seconds)
+    worth = max(LEAST_PREFILL_TOKENS, int(seconds / room.token_seconds))
+    return min(most, 1 << worth.bit_length() - 1)
 
 
 def max_sequences(config: RouterConfig) -> int:
@@ -109,6 +163,7 @@ def useful_tokens(config: RouterConfig, lengths: LengthLimits, *, block_size: in
 
 def resolve(
     config: RouterConfig,
+    room: Room,
     *,
     max_positions: int,
     has_encoder: bool,
@@ -120,13 +175,14 @@ def resolve(
     pads_chunks: bool,
 ) -> Limits:
     """The final limits after the warmup. Raises ValueError when the longest request could never run."""
-    fitting_tokens = min(max_batch_total_tokens, block_size * num_blocks)
-    lengths = derive_lengths(config, max_positions, has_encoder=has_encoder, fitting_tokens=fitting_tokens)
+    lengths = derive_lengths(config, max_positions, has_encoder=has_encoder, room=room)
+    prefill = prefill_tokens(config, room, has_encoder=has_encoder)
+    useful = useful_tokens(config, lengths, block_size=block_size, has_encoder=has_encoder)
     return Limits(
         max_input_length=lengths.max_input_length,
         max_total_tokens=lengths.max_total_tokens,
         max_batch_total_tokens=max_batch_total_tokens,
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_prefill_tokens=prefill,
         block_size=block_size,
         num_blocks=num_blocks,
         max_concurrent_requests=config.max_concurrent_requests,
@@ -143,16 +199,17 @@ def resolve(
         pads_chunks=pads_chunks,
         num_lanes=config.num_lanes,
         prefix_caching=shares_prefixes and not config.disable_prefix_caching,
+        kv_admission=config.kv_admission,
         prefill_logprobs=config.enable_prefill_logprobs,
-        sources=_sources(config),
+        sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful),
     )
 
 
-def _sources(config: RouterConfig) -> dict[str, str]:
-    filled_in = {
-        "max_input_length": "derived",
-        "max_total_tokens": "derived",
-        "max_batch_total_tokens": "inferred",
-    }
-    gaps = {name: word for name, word in filled_in.items() if getattr(config, name) is None}
+def _sources(config: RouterConfig, lengths: LengthLimits, prefill: int, *, is_full_size: bool) -> dict[str, str]:
+    """Where each limit came from, for people. is_full_size: whether no load could use a larger KV cache."""
+    tokens = "the largest load" if is_full_size else "what fits into memory"
+    reasons = lengths.reasons | {"max_batch_total_tokens": tokens}
+    gaps = {name: reason for name, reason in reasons.items() if getattr(config, name) is None}
+    if prefill < config.max_batch_prefill_tokens:
+        gaps["max_batch_prefill_tokens"] = "what takes about a second"
     return {**config.sources, **gaps}

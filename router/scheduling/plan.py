@@ -38,7 +38,9 @@ class StepPlan(NamedTuple, Generic[S]):
     number: int
     lane: int = 0  # The micro-batch whose sequences it computes.
     decoding: Sequence[S] = ()  # Each of them gets one token.
-    concerned: Mapping[int, S] = NOTHING  # All with a chunk or a token in this step, by id: if it fails, they are lost.
+    concerned: Mapping[int, S] = (
+        NOTHING  # All with a chunk, a token or blocks in this step, by id: if it fails, they are lost.
+    )
     saves: Sequence[Saved] = ()  # Blocks whose content goes to the host before the step is computed.
     retired: Sequence[S] = ()  # They leave the batch before the step is computed.
     preempted: Mapping[int, S] = NOTHING  # So do these, which wait again under new ids, by the ids that they had.
@@ -48,18 +50,19 @@ class StepPlan(NamedTuple, Generic[S]):
     join_reason: str | None = None  # Why others were admitted to a batch that runs already; None: neither is so.
     restores: Sequence[Restored] = ()  # Blocks of those admitted whose content comes from the host.
     filled: Sequence[FilledBlock] = ()  # The blocks that this step completes.
-    held: Sequence[int] = ()  # Sequences that could decode, but for what their grammars have not said yet.
+    held: Sequence[int] = ()  # Sequences that do not decode: their grammars have not answered, or they lack a block.
     extended: Mapping[int, list[int]] = NOTHING  # Last tokens and forced ones behind them: they join running sequences.
     constrained: Sequence[S] = ()  # Those that get a token of what their grammars allow.
+    grown: Mapping[int, Sequence[int]] = NOTHING  # Running sequences that get more blocks, and these.
 
     def num_repeats(self, num_running: int) -> int:
         """How many steps after this one are the same if none comes or leaves before its end: all must decode."""
         if len(self.decoding) < num_running or any(entry.request.grammar is not None for entry in self.decoding):
             return 0
-        return min((entry.request.max_new_tokens - entry.num_scheduled for entry in self.decoding), default=0)
+        return min((entry.granted - entry.num_scheduled for entry in self.decoding), default=0)
 
     def again(self, number: int, saves: Sequence[Saved]) -> StepPlan[S]:
-        """The same sequences decode once more."""
+        """The same sequences decode once more, on the blocks that they have."""
         return StepPlan(number, self.lane, self.decoding, self.concerned, saves)
 
     def cached(self, entry: S) -> int:
@@ -136,7 +139,7 @@ def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int
     """Chunks of prompts that were begun in an earlier step, in the order of `entries`: sequence -> tokens."""
     chunks = {}
     for entry in entries:
-        if budget and entry.num_prompt_left:
+        if budget and entry.num_prompt_left and entry.num_known < entry.granted:
             chunks[entry.id] = min(budget, entry.num_prompt_left)
             budget -= chunks[entry.id]
     return chunks

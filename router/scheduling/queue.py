@@ -5,9 +5,10 @@ order is strictly first in, first out: a head that does not fit stops the scan, 
 The ratio and waiting rules follow TGI (`waiting_served_ratio`, `max_waiting_tokens`); a prompt that does not fit into
 the step's prompt budget is admitted with a first chunk of what is left.
 
-A request reserves its longest possible sequence, prompt + `max_new_tokens`, in two measures: tokens, against
-`max_batch_total_tokens`, and whole KV blocks, against the pool. Nothing can then run out while it runs. A prefix that
-is in the cache saves its computation; in both measures it counts for everyone who uses it.
+A request reserves a sequence in two measures: tokens, against `max_batch_total_tokens`, and whole KV blocks, against
+the pool. It is the longest possible, prompt + `max_new_tokens`, so that nothing can run out while it runs; or, where
+blocks are given on demand, what it has and a little more, and `forecast.py` has a say before. A prefix that is in the
+cache saves its computation; in both measures it counts for everyone who uses it.
 
 The prompt of an encoder-decoder is read by its encoder, which takes it whole: it waits until the step has room for all
 of it. Its decoder starts from one token of its own; that one and the generated tokens without the last, which is never

@@ -18,7 +18,7 @@ from router.errors import RouterError
 from router.scheduling.fairness import MIN_ADVANCE
 from router.scheduling.grammar import CompiledGrammar, Continuation, Match
 from router.scheduling.prefix_moves import KEY_BYTES, DiskWait
-from router.scheduling.queue import RequestSize
+from router.scheduling.queue import RequestSize, blocks_for
 from router.text.generated import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText
 
 
@@ -85,12 +85,19 @@ class ValidRequest:
             return self
         return replace(self, token_ids=[decoder_start], encoder_ids=self.token_ids)
 
-    def size(self, cached: int = 0, rebuilt: int = 0) -> RequestSize:
+    def size(self, cached: int = 0, rebuilt: int = 0, new_tokens: int | None = None) -> RequestSize:
         """What admission counts, if the KV cache holds the first `cached` tokens of its prompt already.
 
         rebuilt: tokens behind the prompt that are computed with it: generated before, or forced by a grammar.
+        new_tokens: that there is to be room for; None: for all that it may get.
         """
-        return RequestSize(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached, rebuilt)
+        new_tokens = self.max_new_tokens if new_tokens is None else new_tokens
+        return RequestSize(self.input_length, new_tokens, bool(self.encoder_ids), cached, rebuilt)
+
+    def filled_up(self, new_tokens: int, block_size: int) -> int:
+        """How many generated tokens the blocks have room for that are needed for so many; no more than it may get."""
+        before = 0 if self.encoder_ids else self.input_length
+        return min(self.max_new_tokens, blocks_for(before + new_tokens, block_size) * block_size - before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +215,7 @@ class Scheduled:
     is_over: bool = False  # Its last event is out or it was cancelled, so that tokens that still come are dropped.
     owner: str = ""  # The name of the API key that it came with.
     weight: float = 1.0  # Of that key: how much of the batch it is entitled to, beside others.
+    route: str = ""  # By which it came: answers of one are more alike than those of all.
 
     # What follows belongs to the scheduler. Of the request, whichever sequence computes it:
     generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
@@ -215,11 +223,18 @@ class Scheduled:
     continuation: Continuation | None = None
     has_run: bool = False  # Whether it has, here or on another server: no other request of its key passes it any more.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
-    num_preempted: int = 0  # How often it made room for another key's request.
+    num_preempted: int = 0  # How often it made room for another request.
+    num_lost: int = 0  # Tokens that were computed when it last made room.
+    arrival: int = 0  # Its place among all requests that came.
+    expected: int = 0  # Generated tokens that it is expected to get: all that it asks for, or what was learnt.
+    first_expected: int = 0  # The same when it was first admitted …
+    is_outgrown: bool = False  # … and whether it has got more.
+    num_counted: int | None = None  # Generated tokens that expectations have learnt from; None: nothing yet.
 
     # Of its sequence on the shards, which `begin_sequence` starts over:
     lane: int = 0  # The micro-batch that it was admitted to.
     blocks: list[int] = field(default_factory=list)
+    granted: int = 0  # Generated tokens that these have room for.
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
     disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.
     num_rebuilt: int = 0  # Generated tokens that it began with, behind the prompt.
@@ -233,7 +248,7 @@ class Scheduled:
 
         block_size: None where it shares no blocks.
         """
-        self.num_rebuilt = self.num_scheduled = len(self.generated_ids)
+        self.num_rebuilt = self.num_scheduled = self.num_written
         self.num_known = self.num_rebuilt + len(self.forced)
         self.num_prompt_scheduled = 0
         self.unsent = []
@@ -262,6 +277,11 @@ class Scheduled:
         )
 
     @property
+    def may_be_held(self) -> bool:
+        """Whether it may have to wait while others of its lane decode: for its grammar, or for a block."""
+        return self.request.grammar is not None or self.num_scheduled >= self.granted
+
+    @property
     def is_suspect(self) -> bool:
         """Whether it may be what kills the shards: twice they were lost with it, and it got no token between."""
         return self.num_losses >= 2
@@ -277,9 +297,30 @@ class Scheduled:
         return self.request.input_length + self.request.max_new_tokens
 
     @property
+    def claim(self) -> int:
+        """What it counts as, beside others: the sequence that it is expected to reach."""
+        return self.request.input_length + self.expected
+
+    @property
+    def num_written(self) -> int:
+        """Generated tokens that have come back."""
+        return len(self.generated_ids)
+
+    @property
+    def num_reached(self) -> int:
+        """Tokens behind the prompt that it has, or that the shards are told next; the next one needs room."""
+        return max(self.num_scheduled, self.num_known)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are in its blocks, once the steps sent so far are computed."""
+        behind = self.num_scheduled - self.num_known - 1  # of tokens that it got and that were then computed
+        return self.num_prompt_scheduled + max(0, behind)
+
+    @property
     def may_be_preempted(self) -> bool:
         """Whether it has got on since it last made room for another, or never did."""
-        return not self.num_preempted or len(self.generated_ids) - self.num_rebuilt >= MIN_ADVANCE
+        return not self.num_preempted or self.num_written - self.num_rebuilt >= MIN_ADVANCE
 
     @property
     def is_scheduled_to_its_end(self) -> bool:

@@ -4,9 +4,12 @@ State and arithmetic alone, without clock, asyncio, text, wire or metrics: the b
 (`router/batching/batcher.py`) and `lockstep-bench simulate` share every decision. `plan` assumes that each plan is
 sent, in order; `computed` and `failed` then say what became of it. What the shards lost is queued again as a new
 sequence: its prompt, and behind it the tokens that it has got. So is a request that made room for another API key's. A
-sequence with a grammar is held until it is known what it may get; tokens that come in any case join it as a chunk. Left
-out: the rules of admission themselves (`queue.py`), and those between keys (`fairness.py`), which are not asked while
-all requests are of one key.
+sequence with a grammar is held until it is known what it may get; tokens that come in any case join it as a chunk.
+
+Blocks are reserved for all that a request may get, or on demand: then it joins as soon as what it is expected to need
+fits (`forecast.py`), and gets blocks as it grows, in the step that first writes to them. Where none is free, a sequence
+leaves in that very step, and waits to be rebuilt like those above. Left out: the rules of admission themselves
+(`queue.py`), and those between keys (`fairness.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from functools import partial
 from typing import Generic
 
 from router.scheduling.chunks import ChunkSize, chunk_size
-from router.scheduling.fairness import Ledger, fair_order, preempted_for
+from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
+from router.scheduling.forecast import Forecast
 from router.scheduling.grammar import Continuation
 from router.scheduling.limits import Limits
 from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
 from router.scheduling.prefix_cache import Found, PrefixCache
 from router.scheduling.prefix_index import TierIndex
-from router.scheduling.queue import Budget, RequestSize, min_size, next_batch, take_from
+from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch, take_from
 
 
 class Scheduler(Generic[S]):
@@ -44,6 +48,10 @@ class Scheduler(Generic[S]):
         self._ids = itertools.count(1)
         self._lanes: Lanes[S] = Lanes(limits.num_lanes)
         self._suspect: S | None = None  # It alone is computed until it gets a token.
+        self._num_arrived = 0
+        self._lacks_blocks = False  # whether a sequence cannot go on in the step that is planned, for want of a block
+        is_on_demand = limits.kv_admission == "demand"
+        self.forecast: Forecast[S] | None = Forecast(limits.block_size, limits.num_lanes) if is_on_demand else None
 
     @property
     def num_free_blocks(self) -> int:
@@ -57,6 +65,8 @@ class Scheduler(Generic[S]):
     def add(self, entry: S) -> None:
         """Queue a request."""
         self.ledger.weigh(entry.owner, entry.weight)
+        self._num_arrived += 1
+        entry.arrival = self._num_arrived
         if (grammar := entry.request.grammar) is not None and not entry.generated_ids:
             entry.continuation = grammar.first.at_most(entry.request.max_new_tokens - 1)
         entry.has_run = bool(entry.generated_ids)  # on another server
@@ -90,6 +100,9 @@ class Scheduler(Generic[S]):
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
         shares = self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids
         entry.begin_sequence(self.limits.block_size if shares else None)
+        entry.expected = request.max_new_tokens
+        if self.forecast is not None:
+            self.forecast.expect(entry)
         self.ledger.queued(entry)
 
     def allow(self, entry: S, found: Continuation) -> None:
@@ -126,13 +139,18 @@ class Scheduler(Generic[S]):
         self._num_plans += 1
         lane.steps_since_admission += 1
         saves = self._cache.take_saves(self._num_plans, 0, self.limits.block_size, is_idle=False)
-        return before.again(self._num_plans, saves)
+        plan = before.again(self._num_plans, saves)
+        if self.forecast is not None:
+            self.forecast.planned(plan)
+        return plan
 
     def _planned(self, lane: Lane[S]) -> StepPlan[S] | None:
         retired = self._retire(self._running_in(lane))
         preempted = self._make_room() if self.ledger.is_contested else {}
-        decoding, chunks, join_reason, fresh = self._chosen(lane)
-        is_idle = not (retired or preempted or decoding or chunks or fresh)
+        grown, away = ({}, {}) if self.forecast is None else self._grow(lane)
+        preempted |= away
+        decoding, chunks, join_reason, fresh = self._chosen(lane, may_admit=not away)
+        is_idle = not (retired or preempted or grown or decoding or chunks or fresh)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         number, block_size = self._num_plans + 1, self.limits.block_size
         saves = self._cache.take_saves(number, prefill_tokens, block_size, is_idle=is_idle)
@@ -141,7 +159,7 @@ class Scheduler(Generic[S]):
         self._num_plans = number
         chunks |= {entry.id: 1 if entry.request.encoder_ids else num_tokens for entry, num_tokens in fresh}
         concerned = {entry.id: entry for entry in decoding}
-        concerned |= {id: self.running[id] for id in chunks}
+        concerned |= {id: self.running[id] for id in (*chunks, *grown)}
         filled = self._schedule(decoding, chunks)
         plan = StepPlan(
             number=number,
@@ -157,25 +175,38 @@ class Scheduler(Generic[S]):
             join_reason=join_reason,
             restores=self._cache.take_restores(number),
             filled=filled,
-            held=[e.id for e in self._running_in(lane) if e.request.grammar is not None and e.id not in concerned],
+            held=self._held(lane, {entry.id for entry in decoding} | chunks.keys()),
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
+            grown=grown,
         )
         lane.planned(plan)
+        if self.forecast is not None:
+            self.forecast.planned(plan)
         return plan
 
-    def _chosen(self, lane: Lane[S]) -> tuple[list[S], dict[int, int], str | None, list[tuple[S, int]]]:
+    def _held(self, lane: Lane[S], computed: Collection[int]) -> list[int]:
+        """The sequences of a lane that could decode, but for a grammar that has not answered or a block that lacks."""
+        if len(computed) == lane.size:
+            return []
+        return [entry.id for entry in self._running_in(lane) if entry.may_be_held and entry.id not in computed]
+
+    def _chosen(
+        self, lane: Lane[S], *, may_admit: bool
+    ) -> tuple[list[S], dict[int, int], str | None, list[tuple[S, int]]]:
         """What is computed: (sequences that decode, chunks of prompts that were begun, why others join, these).
 
         Those that join come each with its first prompt chunk.
         """
-        fresh = self._admit_suspect(lane)
+        fresh = self._admit_suspect(lane) if may_admit else []
         if self._suspect is not None:
             goes_on = not fresh and self._suspect.lane == lane.number
             most = self.limits.max_batch_prefill_tokens if goes_on else 0
             return [], continue_prompts([self._suspect], most), None, fresh
         running = self._running_in(lane)
         decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
+        if self._lacks_blocks:
+            decoding = [entry for entry in decoding if entry.num_scheduled < entry.granted]
         has_prompts = self.waiting or len(decoding) < len(running)
         budget = self._prefill_budget(len(decoding)) if has_prompts else 0
         chunks: dict[int, int] = {}
@@ -185,7 +216,7 @@ class Scheduler(Generic[S]):
             chunks = divide_prompts(running, budget, head if has_room else None, self.ledger.weights)
         elif budget:
             chunks = continue_prompts(running, budget)
-        join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values()))
+        join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values())) if may_admit else (None, [])
         return decoding, chunks, join_reason, fresh
 
     def _running_in(self, lane: Lane[S]) -> Collection[S]:
@@ -261,6 +292,11 @@ class Scheduler(Generic[S]):
             self._cache.pool.announce(keys[num_full], entry.blocks[num_full])
             self._cache.confirm(keys[num_full], entry.blocks[num_full], entry.id, num_full)
 
+    def finished(self, entry: S, *, is_cut: bool) -> None:
+        """Its answer is complete. is_cut: only because its client wanted no more."""
+        if self.forecast is not None:
+            self.forecast.finished(entry, is_cut=is_cut)
+
     def forget_cancelled(self) -> list[S]:
         """Take the requests out of the queue that are cancelled or over, and return them."""
         gone = [entry for entry in self.waiting if entry.cancelled or entry.is_over]
@@ -290,21 +326,117 @@ class Scheduler(Generic[S]):
             return {}
         staying = [entry for entry in self.running.values() if not entry.is_leaving]  # others leave with their lanes
         leaving = preempted_for(head, staying, self.ledger, partial(self._has_room, head))
-        preempted = {entry.id: entry for entry in leaving}
-        for entry in leaving:
-            self._release(entry)
-            entry.id = self.new_id()
-            entry.num_preempted += 1
+        preempted = {self._send_away(entry): entry for entry in leaving}
         self.add_again(leaving[::-1])
         return preempted
 
+    def _send_away(self, entry: S) -> int:
+        """Take a sequence out of the batch before its end; returns the id that it had."""
+        id, entry.num_lost = entry.id, entry.num_computed
+        self._release(entry)
+        entry.id = self.new_id()
+        entry.num_preempted += 1
+        return id
+
     def _has_room(self, entry: S, leaving: Sequence[S] = ()) -> bool:
         """Whether a waiting request fits into the batch once `leaving` have left it."""
-        limits, size = self.limits, entry.request.size()
-        tokens = limits.max_batch_total_tokens - self.reserved_tokens + sum(one.max_tokens for one in leaving)
+        limits, size = self.limits, entry.request.size(new_tokens=self._first_grant(entry))
+        tokens = limits.max_batch_total_tokens - self.reserved_tokens
+        tokens += sum(one.request.input_length + one.granted for one in leaving)
         blocks = self._cache.pool.num_free + self._cache.pool.num_freed_by(one.blocks for one in leaving)
         has_place = limits.max_batch_size is None or len(self.running) - len(leaving) < limits.max_batch_size
-        return has_place and size.tokens <= tokens and size.blocks(limits.block_size) <= blocks
+        fits = has_place and size.tokens <= tokens and size.blocks(limits.block_size) <= blocks
+        return fits and self._is_expected_to_fit([entry], leaving)
+
+    def _is_expected_to_fit(self, joining: Sequence[S], leaving: Collection[S] = ()) -> bool:
+        """Whether these fit until all have ended. One alone always does."""
+        if self.forecast is None or len(self.running) - len(leaving) + len(joining) == 1:
+            return True
+        return self.forecast.fits(joining, self.limits.max_batch_total_tokens, leaving)
+
+    def _first_grant(self, entry: S) -> int:
+        """For how many generated tokens a request has room when it joins."""
+        if self.forecast is None:
+            return entry.request.max_new_tokens
+        # So many that it may make room for another, if it was sent away before, once it needs more.
+        return entry.request.filled_up(entry.num_known + MIN_ADVANCE, self.limits.block_size)
+
+    def _grow(self, lane: Lane[S]) -> tuple[dict[int, Sequence[int]], dict[int, S]]:
+        """Give blocks to the sequences that need some in this step, and ahead to others beside them.
+
+        Returns the blocks by sequence, and who left the batch for them, by the ids that they had.
+        """
+        running = self._running_in(lane)
+        self._lacks_blocks = False
+        short = [e for e in running if (e.num_scheduled >= e.granted or e.num_known >= e.granted) and not e.is_held]
+        if not short or self._suspect is not None:
+            return {}, {}
+        grown: dict[int, Sequence[int]] = {}
+        away: dict[int, S] = {}
+        for entry in sorted(short, key=lambda entry: entry.arrival):
+            if entry.id in self.running:
+                self._give_needed(entry, grown, away)
+        self.add_again(sorted(away.values(), key=lambda entry: entry.arrival))
+        if not away:
+            self._give_ahead(running, grown)
+        return grown, away
+
+    def _give_needed(self, entry: S, grown: dict[int, Sequence[int]], away: dict[int, S]) -> None:
+        """Give a sequence the blocks without which it cannot go on, if need be those of others, who leave."""
+        assert self.forecast is not None
+        counts, needed = self.forecast.counts, entry.num_reached + 1
+        counts.blocks_asked += 1
+        while not self._give(entry, needed, grown):
+            if (leaving := self._who_leaves(entry)) is None:
+                counts.num_waits += 1
+                self._lacks_blocks = True
+                return
+            counts.num_sent_away += 1
+            grown.pop(leaving.id, None)
+            away[self._send_away(leaving)] = leaving
+            if leaving is entry:
+                return
+
+    def _who_leaves(self, entry: S) -> S | None:
+        """Who makes room for a sequence where blocks run out; None: nobody may be sent away at the moment.
+
+        Where nobody else may, one that lacks room for what its grammar forces leaves itself: when it comes back it has
+        room for that and more. Else it might wait for others that wait for it.
+        """
+        staying = [one for one in self.running.values() if not one.is_leaving]
+        if (leaving := sent_away(staying, self.ledger)) is not None or entry.num_known < entry.granted:
+            return leaving
+        return None if entry is min(staying, key=lambda one: one.arrival) else entry
+
+    def _give_ahead(self, running: Iterable[S], grown: dict[int, Sequence[int]]) -> None:
+        """Have all be provided for as many steps as a block lasts, so that those steps can be repetitions."""
+        block_size = self.limits.block_size
+        for entry in running:
+            goal = entry.num_reached + block_size
+            is_decoding = not (entry.num_prompt_left or entry.is_held)
+            if is_decoding and entry.granted < goal and not self._give(entry, goal, grown):
+                return
+
+    def _give(self, entry: S, new_tokens: int, grown: dict[int, Sequence[int]]) -> bool:
+        """Give a sequence blocks for so many generated tokens, or all that it may get; whether there were enough."""
+        assert self.forecast is not None
+        limits, request = self.limits, entry.request
+        granted = request.filled_up(min(new_tokens, request.max_new_tokens), limits.block_size)
+        more = granted - entry.granted
+        count = blocks_for(more, limits.block_size)  # what it was granted before has filled its last block
+        if more > limits.max_batch_total_tokens - self.reserved_tokens or count > self._cache.pool.num_free:
+            return False
+        self.reserved_tokens += more
+        entry.granted = granted
+        if count:
+            blocks = self._cache.pool.allocate(count)
+            entry.blocks += blocks
+            grown[entry.id] = [*grown.get(entry.id, ()), *blocks]
+            self.forecast.counts.blocks_given += count
+        expected = entry.expected
+        if self.forecast.grown(entry):
+            self.ledger.outgrown(entry.owner, entry.expected - expected)
+        return True
 
     def _next_in_turn(self) -> S | None:
         """Between several keys, the waiting request that is admitted next."""
@@ -359,6 +491,8 @@ class Scheduler(Generic[S]):
             places=min((places for places in (most, of_lane) if places is not None), default=None),
             block_size=limits.block_size,
         )
+        if budget.places == 0:
+            return []
         seen: list[S] = []
         found: list[Found] = []
         chunks = next_batch(self._sizes(candidates, seen, found), budget, minimum)
@@ -376,16 +510,28 @@ class Scheduler(Generic[S]):
         block_size = self.limits.block_size
         for entry in entries:
             # The last token before forced ones is computed in any case: it yields the next logits.
+            if self.forecast is not None:
+                if not seen and self.forecast.is_refused(entry):
+                    return
+                self.forecast.expect(entry)
+                if not self._is_expected_to_fit([*seen, entry]):
+                    return
             seen.append(entry)
             most = (entry.num_prompt_left - len(entry.forced) - 1) // block_size
             found.append(self._cache.find(entry, most))
-            yield entry.request.size(cached=found[-1].num_blocks * block_size, rebuilt=entry.num_known)
+            yield entry.request.size(found[-1].num_blocks * block_size, entry.num_known, self._first_grant(entry))
 
     def _reserve(self, lane: Lane[S], entry: S, found: Found) -> None:
-        size = entry.request.size()
+        entry.granted = self._first_grant(entry)
+        size = entry.request.size(new_tokens=entry.granted)
         entry.blocks = self._cache.reserve(entry, found, size.blocks(self.limits.block_size))
         entry.num_prompt_scheduled = found.num_blocks * self.limits.block_size
         self.reserved_tokens += size.tokens
+        if self.forecast is not None:
+            self.forecast.admitted(entry)
+            if entry.num_lost:
+                self.forecast.came_back(max(0, entry.num_lost - entry.num_prompt_scheduled))
+                entry.num_lost = 0
         self.running[entry.id] = entry
         entry.lane = lane.number
         lane.size += 1
@@ -398,8 +544,10 @@ class Scheduler(Generic[S]):
         lane.num_repeats = 0
         if entry is self._suspect:
             self._suspect = None
-        self.reserved_tokens -= entry.request.size().tokens
+        self.reserved_tokens -= entry.request.input_length + entry.granted
         self.ledger.released(entry)
+        if self.forecast is not None:
+            self.forecast.released(entry)
         self._cache.pool.free(entry.blocks)
         entry.blocks = []
 

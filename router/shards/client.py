@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from router.scheduling.limits import UINT32_MAX, Room
 from router.scheduling.prefix_moves import Move, Moved, TierContents, contents_of, moved_of
 from server.pb.generate_pb2 import (
     HealthRequest,
@@ -112,6 +113,15 @@ class KvCache:
     offloaded: str = ""  # which blocks are not on the device, in words
     products: tuple[str, ...] = ()  # which way each product is computed that was measured, in words
     clocks: str = ""  # of rank 0's device while it decoded, in words
+    max_total_tokens: int = UINT32_MAX  # longest sequence that there is room for
+    step_seconds: float = 0.0  # what any step with a prompt takes; 0 if that is not known
+    token_seconds: float = 0.0  # and what each of its tokens adds
+
+    @property
+    def room(self) -> Room:
+        """What limits are derived from."""
+        tokens = min(self.max_batch_total_tokens, self.block_size * self.num_blocks)
+        return Room(tokens, self.max_total_tokens, self.step_seconds, self.token_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +158,7 @@ class Shards(Protocol):
         useful_tokens: int,
         max_top_n_tokens: int,
         max_sequences: int,
+        may_be_shorter: bool,
     ) -> KvCache:
         """Size and allocate the KV cache. Raises ValueError with the shard's sentence when the limits cannot be met."""
 
@@ -218,7 +229,7 @@ class ShardedClient:
             has_tiers=first.has_tiers,
         )
 
-    async def warmup(self, **wanted: int) -> KvCache:
+    async def warmup(self, **wanted: Any) -> KvCache:
         """Run the warmup on all ranks together; arguments are the fields of WarmupRequest."""
         replies = await self._all("Warmup", WarmupRequest(**wanted))
         return KvCache(
@@ -234,6 +245,9 @@ class ShardedClient:
             offloaded=replies[0].kv_offloaded,
             products=tuple(replies[0].products),
             clocks=replies[0].clocks,
+            max_total_tokens=min(reply.max_total_tokens for reply in replies),
+            step_seconds=max(reply.step_seconds for reply in replies),
+            token_seconds=max(reply.token_seconds for reply in replies),
         )
 
     async def open_tiers(self, session: int) -> TierContents:

@@ -66,7 +66,7 @@ class ShardGroup:
         self._watch = StepWatch()
         self._live: set[int] = set()  # sequences on the shards, and some that a failed step took away
         self._loss: ShardError | None = None
-        self._wanted: dict[str, int] = {}  # what the first warmup asked for
+        self._wanted: dict[str, Any] = {}  # what the first warmup asked for
         self._has_advanced = False
 
     # ---------------------------------------------------------------------------------------------- as any shards
@@ -85,10 +85,18 @@ class ShardGroup:
         """What was loaded."""
         return await self._client.info()
 
-    async def warmup(self, **wanted: int) -> KvCache:
+    async def warmup(self, **wanted: Any) -> KvCache:
         """Make the ranks ready; a later group is asked for the KV cache that this one got, or what fits of it."""
         cache = await self._client.warmup(**wanted)
-        self._wanted = wanted | {"max_batch_total_tokens": 0, "useful_tokens": cache.max_batch_total_tokens}
+        longest = wanted["max_total_tokens"]
+        if wanted["may_be_shorter"]:
+            longest = min(longest, cache.room.longest(is_inferred=not wanted["max_batch_total_tokens"]))
+        self._wanted = wanted | {
+            "max_batch_total_tokens": 0,
+            "useful_tokens": cache.max_batch_total_tokens,
+            "max_total_tokens": longest,
+            "may_be_shorter": False,
+        }
         return cache
 
     async def open_tiers(self, session: int) -> TierContents:

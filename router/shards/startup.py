@@ -21,6 +21,7 @@ TABLE_LIMITS = (
     "max_inter_token_ms",
     "max_batch_total_tokens",
     "max_batch_size",
+    "kv_admission",
     "waiting_served_ratio",
     "max_waiting_tokens",
     "max_best_of",
@@ -54,9 +55,11 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         useful_tokens=useful_tokens(config, lengths, block_size=model.block_size, has_encoder=has_encoder),
         max_top_n_tokens=config.max_top_n_tokens,
         max_sequences=max_sequences(config),
+        may_be_shorter=config.max_total_tokens is None,
     )
     limits = resolve(
         config,
+        cache.room,
         max_positions=model.max_positions,
         has_encoder=has_encoder,
         vocab_size=model.vocab_size,

@@ -127,6 +127,10 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
         masks={e.id: e.continuation.mask for e in plan.constrained if e.continuation is not None},
     )
     request.tier_session, request.lane = tier_session, plan.lane
+    for id, blocks in plan.grown.items():
+        request.grown_ids.append(id)
+        request.grown_counts.append(len(blocks))
+        request.grown_blocks.extend(blocks)
     for saved in plan.saves:
         request.saved_blocks.append(saved.block)
         request.saved_slots.append(saved.slot)

@@ -17,9 +17,10 @@ from itertools import accumulate, product
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.scheduling.forecast import DemandCounts
 from router.scheduling.limits import Limits
 from router.scheduling.plan import StepPlan
 from router.scheduling.request import Finished
@@ -106,6 +107,7 @@ class Metrics:
         self.batch_tokens.set_function(lambda: scheduler.reserved_tokens)
         self.free_blocks.set_function(lambda: scheduler.num_free_blocks)
         self.used_blocks.set_function(lambda: 1 - scheduler.num_free_blocks / scheduler.limits.num_blocks)
+        self.add(DemandMetrics(scheduler), *DemandMetrics.COUNTERS)
 
     def planned(self, trace: StepTrace) -> None:
         """A step was planned and is about to be sent."""
@@ -182,7 +184,9 @@ class Metrics:
         self.prefix_hit_tokens = self._counter(
             "tgi_request_prefix_hit_tokens", "Tokens of new and resumed sequences found in the KV cache"
         )
-        self.preempted = self._counter("tgi_request_preempted", "Preemptions of running requests for another API key's")
+        self.preempted = self._counter(
+            "tgi_request_preempted", "Preemptions of running requests, for another API key's or for want of KV blocks"
+        )
         self.timeouts = self._counter("tgi_request_timeout", "Requests whose deadline passed", stage=STAGES)
         self.surplus_tokens = self._counter(
             "tgi_request_surplus_tokens", "Tokens computed and dropped: after an end, or of a preempted sequence"
@@ -288,6 +292,33 @@ class TokenGaps(Collector):
         bounds = [*map(str, DURATION_BUCKETS), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=self._sum)
+
+
+class DemandMetrics(Collector):
+    """What giving KV blocks on demand has led to; all at 0 where they are reserved."""
+
+    COUNTERS: Mapping[str, tuple[str, str]] = {
+        "tgi_kv_preempted": ("num_sent_away", "Running requests that paused because KV blocks ran out"),
+        "tgi_kv_waits": ("num_waits", "Steps that a running request let pass for want of a KV block"),
+        "tgi_kv_recomputed_tokens": ("tokens_again", "Tokens computed once more, of requests that paused"),
+        "tgi_kv_asked_blocks": ("blocks_asked", "KV blocks without which running requests could not go on"),
+        "tgi_kv_given_blocks": ("blocks_given", "KV blocks given to running requests: those, and some ahead"),
+        "tgi_request_expected_tokens": ("expected_tokens", "Tokens that completed answers were expected to have"),
+        "tgi_request_expectation_error_tokens": ("error_tokens", "By how much that was wrong, whichever way"),
+        "tgi_request_outgrown": ("num_outgrown", "Completed answers that became longer than expected"),
+    }
+
+    def __init__(self, scheduler: Scheduler[Any]) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterable[Metric]:
+        """Every series."""
+        forecast = self._scheduler.forecast
+        counts = DemandCounts() if forecast is None else forecast.counts
+        for name, (field, what) in self.COUNTERS.items():
+            yield CounterMetricFamily(name, what, value=getattr(counts, field))
+        owed = 0.0 if forecast is None else forecast.owed
+        yield GaugeMetricFamily("tgi_kv_owed_tokens", "Tokens computed again beyond the share that may be", value=owed)
 
 
 class _WithoutCreated(Collector):

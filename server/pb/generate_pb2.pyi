@@ -57,23 +57,25 @@ class InfoReply(_message.Message):
     def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., has_tiers: _Optional[bool] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
-    __slots__ = ("max_batch_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "useful_tokens", "max_top_n_tokens", "max_sequences")
+    __slots__ = ("max_batch_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "useful_tokens", "max_top_n_tokens", "max_sequences", "may_be_shorter")
     MAX_BATCH_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     USEFUL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAY_BE_SHORTER_FIELD_NUMBER: _ClassVar[int]
     max_batch_prefill_tokens: int
     max_total_tokens: int
     max_batch_total_tokens: int
     useful_tokens: int
     max_top_n_tokens: int
     max_sequences: int
-    def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., max_top_n_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+    may_be_shorter: bool
+    def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., max_top_n_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., may_be_shorter: _Optional[bool] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks", "kv_offloaded", "products", "clocks")
+    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks", "kv_offloaded", "products", "clocks", "max_total_tokens", "step_seconds", "token_seconds")
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +88,9 @@ class WarmupReply(_message.Message):
     KV_OFFLOADED_FIELD_NUMBER: _ClassVar[int]
     PRODUCTS_FIELD_NUMBER: _ClassVar[int]
     CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     max_batch_total_tokens: int
     block_size: int
     num_blocks: int
@@ -98,7 +103,10 @@ class WarmupReply(_message.Message):
     kv_offloaded: str
     products: _containers.RepeatedScalarFieldContainer[str]
     clocks: str
-    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ..., kv_offloaded: _Optional[str] = ..., products: _Optional[_Iterable[str]] = ..., clocks: _Optional[str] = ...) -> None: ...
+    max_total_tokens: int
+    step_seconds: float
+    token_seconds: float
+    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ..., kv_offloaded: _Optional[str] = ..., products: _Optional[_Iterable[str]] = ..., clocks: _Optional[str] = ..., max_total_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ...) -> None: ...
 
 class OpenTiersRequest(_message.Message):
     __slots__ = ("session",)
@@ -317,7 +325,7 @@ class TokenMask(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane")
+    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +342,9 @@ class StepRequest(_message.Message):
     RESTORED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RESTORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    GROWN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GROWN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    GROWN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     step: int
     retire: _containers.RepeatedScalarFieldContainer[int]
     add: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -350,7 +361,10 @@ class StepRequest(_message.Message):
     restored_slots: _containers.RepeatedScalarFieldContainer[int]
     restored_blocks: _containers.RepeatedScalarFieldContainer[int]
     lane: int
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ...) -> None: ...
+    grown_ids: _containers.RepeatedScalarFieldContainer[int]
+    grown_counts: _containers.RepeatedScalarFieldContainer[int]
+    grown_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer")

@@ -21,7 +21,7 @@ from torch import Tensor
 from server.backends.device import Device
 from server.backends.protocol import StepMeta
 from server.blocks import num_blocks
-from server.stepping.sequences import SequenceState, StepRuns, TokenRun
+from server.stepping.sequences import Growth, SequenceState, StepRuns, TokenRun
 
 # The columns of `Tables.entries`: the prompt's length, of an encoder-decoder the row of the encoder's blocks and the
 # tokens that they hold, and then the blocks.
@@ -132,6 +132,16 @@ class Tables:
         width = max(map(len, new))
         uploaded = device.upload([[*row, *[0] * (width - len(row))] for row in new])
         self.entries[:, : width - 1].index_copy_(0, uploaded[:, 0], uploaded[:, 1:])
+
+    def grow(self, grown: Sequence[Growth], device: Device) -> None:
+        """Write the blocks that sequences get behind those that they have, from one upload."""
+        places = [
+            [sequence.row, BLOCKS + first + place, block]
+            for sequence, first, blocks in grown
+            for place, block in enumerate(blocks)
+        ]
+        rows, columns, blocks = device.upload([list(column) for column in zip(*places, strict=True)])
+        self.entries.index_put_((rows, columns), blocks)
 
     def keep(self, rows: Tensor, token_ids: Tensor) -> None:
         """Remember the tokens [n] that the sequences in `rows` [n] got."""

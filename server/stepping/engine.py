@@ -173,6 +173,8 @@ class Engine:
             plan = self._sequences.apply(request)
             if plan.added:
                 self._tables.add(plan.added, self.device)
+            if plan.grown:
+                self._tables.grow(plan.grown, self.device)
             moves = self._move_blocks(request)
             if plan.computes:
                 return self._run(plan, self._tables, started)

@@ -35,7 +35,7 @@ class SequenceState:
     prompt: list[int]  # and later the tokens that a grammar forced, at their positions
     prompt_length: int  # tokens of the client's prompt; what `prompt` holds beyond them was generated before
     computed: int  # tokens whose keys and values are in the cache
-    blocks: Sequence[int]
+    blocks: list[int]
     choice: TokenChoice
     history: History | None
     recent: RecentTokens | None
@@ -86,13 +86,22 @@ class TokenRun(NamedTuple):
         return range(first, min(self.start + self.length + 1, len(self.sequence.prompt)))
 
 
+class Growth(NamedTuple):
+    """What a sequence gets behind the end of its block table, which had `first` blocks."""
+
+    sequence: SequenceState
+    first: int
+    blocks: list[int]
+
+
 class StepRuns(NamedTuple):
-    """Whose tokens a step computes, and which sequences are new. One that has no runs computes nothing."""
+    """Whose tokens a step computes, and which sequences are new or grow. One that has no runs computes nothing."""
 
     decodes: list[TokenRun]
     chunks: list[TokenRun]
     added: list[SequenceState]
     allowed: Mapping[int, Allowed] = {}  # sequence -> what it may get in this step, where that is not everything
+    grown: Sequence[Growth] = ()
 
     @property
     def computes(self) -> bool:
@@ -126,12 +135,13 @@ class SequenceTable:
         Raises StepError for a request that breaks the contract; then only retired sequences have left.
         """
         self._forget([*self.sequences] if request.reset else request.retire)
-        if request.add or request.extend or request.chunk_ids:
+        if request.add or request.extend or request.chunk_ids or request.grown_ids:
             self._check(request)
         added = [self._add(new) for new in request.add]
         for extension in request.extend:
             if extension.id in self.sequences:
                 self.sequences[extension.id].extend(list(extension.token_ids))
+        grown = [self._grow(*growth) for growth in _growths(request) if growth[0] in self.sequences]
         decodes = self._decodes(request) if request.decode else []
         chunks = [
             TokenRun(self.sequences[id], self.sequences[id].computed, count)
@@ -140,13 +150,13 @@ class SequenceTable:
         ]
         for sequence, _, count in decodes + chunks:
             sequence.computed += count
-        return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {})
+        return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {}, grown)
 
     def drop(self, request: pb.StepRequest) -> None:
         """Forget every sequence that a failed step touched."""
         if request.decode:
             self._forget([run.sequence.id for run in self._decodes(request)])
-        self._forget([*request.chunk_ids, *(new.id for new in request.add)])
+        self._forget([*request.chunk_ids, *request.grown_ids, *(new.id for new in request.add)])
 
     def _decodes(self, request: pb.StepRequest) -> list[TokenRun]:
         """The next token of every sequence of the lane whose prompt is computed, but for those that are held."""
@@ -177,8 +187,11 @@ class SequenceTable:
             )
         for new in request.add:
             self._check_new(new)
+        grown = {id: len(blocks) for id, blocks in _growths(request)}
+        for id, count in grown.items():
+            self._check_growth(id, count, request.grown_blocks)
         for extension in request.extend:
-            self._check_extension(extension)
+            self._check_extension(extension, grown.get(extension.id, 0))
         remaining = {id: s.remaining for id, s in self.sequences.items()}
         remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
         remaining |= {
@@ -206,7 +219,13 @@ class SequenceTable:
         if num_blocks(len(new.encoder_token_ids)) > len(new.encoder_blocks):
             raise StepError(f"sequence {new.id} needs {num_blocks(len(new.encoder_token_ids))} encoder blocks")
 
-    def _check_extension(self, extension: pb.Extension) -> None:
+    def _check_growth(self, id: int, count: int, blocks: Sequence[int]) -> None:
+        if max(blocks) >= self.num_blocks:
+            raise StepError(f"sequence {id} needs more blocks below {self.num_blocks}")
+        if id in self.sequences and len(self.sequences[id].blocks) + count > self.longest:
+            raise StepError(f"sequence {id} would have more than {self.longest} blocks: raise --max-total-tokens")
+
+    def _check_extension(self, extension: pb.Extension, num_more: int) -> None:
         sequence, token_ids = self.sequences.get(extension.id), extension.token_ids
         if sequence is None:
             return  # a failed step dropped it
@@ -218,7 +237,7 @@ class SequenceTable:
             raise StepError(
                 f"sequence {extension.id} needs token ids below the vocabulary size, {self.vocabulary.size}"
             )
-        if num_blocks(sequence.computed + len(token_ids)) > len(sequence.blocks):
+        if num_blocks(sequence.computed + len(token_ids)) > len(sequence.blocks) + num_more:
             raise StepError(f"sequence {extension.id} has no room for {len(token_ids)} more tokens")
 
     def _check_sampling(self, id: int, sampling: pb.SamplingParameters) -> None:
@@ -229,6 +248,12 @@ class SequenceTable:
         lengths = sampling.banned_word_lengths
         if sum(lengths) != len(sampling.banned_word_ids) or not all(2 <= n <= MOST_WORD_TOKENS for n in lengths):
             raise StepError(f"sequence {id} needs banned words of 2 to {MOST_WORD_TOKENS} tokens, all of them there")
+
+    def _grow(self, id: int, blocks: list[int]) -> Growth:
+        sequence = self.sequences[id]
+        growth = Growth(sequence, len(sequence.blocks), blocks)
+        sequence.blocks += blocks
+        return growth
 
     def _add(self, new: pb.NewSequence) -> SequenceState:
         row = self.free_rows.pop()
@@ -253,6 +278,14 @@ class SequenceTable:
             lane=new.lane,
         )
         return self.sequences[new.id]
+
+
+def _growths(request: pb.StepRequest) -> list[tuple[int, list[int]]]:
+    ends = accumulate(request.grown_counts, initial=0)
+    return [
+        (id, list(request.grown_blocks[start:end]))
+        for id, (start, end) in zip(request.grown_ids, pairwise(ends), strict=True)
+    ]
 
 
 def allowed_tokens(mask: pb.TokenMask, size: int) -> Allowed:

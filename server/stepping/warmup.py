@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,7 @@ from server.stepping.engine import LEAST_SEQUENCES, Engine
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)
 DECODING_S = 1.0  # in which a GPU's clocks are read
+TIMED_PROMPTS = (16, 128)  # tokens of the prompts whose steps are timed
 
 
 def worst_sampling(*, is_constrained: bool = False) -> pb.SamplingParameters:
@@ -59,11 +60,21 @@ class Warmed:
     """The KV cache's size, and the device memory that it leaves."""
 
     tokens: int  # of the KV cache
+    total_tokens: int  # of the longest sequence
     step_bytes: int  # of the largest step, beside weights and cache; 0: not measured
     graph_bytes: int  # of the decode steps that are captured beforehand; 0: not measured
     captured: str  # which decode steps are captured, for people
     products: Sequence[str]  # which way each product is computed that was measured, for people
     clocks: str  # of the device while one sequence decoded, for people; empty: not known
+    prompt_times: PromptTimes
+
+
+@dataclass(frozen=True)
+class PromptTimes:
+    """What a step takes that computes one prompt, in seconds; zeros: not measured."""
+
+    step: float = 0.0  # of any size
+    token: float = 0.0  # for each of its tokens
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,7 @@ def warm_up(
     sequences: int,
     fraction: float,
     host_bytes: int = 0,
+    may_be_shorter: bool = False,
 ) -> Warmed:
     """Make the engine ready. Raises ValueError for a KV cache that does not fit.
 
@@ -125,6 +137,7 @@ def warm_up(
     asked for, 0 for as much as fits, at most useful_tokens; top_n_tokens: candidates reported with a token at most;
     sequences: most expected at once, 0 for LEAST_SEQUENCES; fraction: share of a GPU's memory that we may use.
     host_bytes: of the host's memory for the prefix cache, which the KV cache leaves where it is there too.
+    may_be_shorter: whether a KV cache that does not hold total_tokens makes the longest sequence shorter.
     """
     sequences = sequences or LEAST_SEQUENCES
     step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens, sequences)
@@ -132,14 +145,15 @@ def warm_up(
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free -= host_bytes
-    placement = engine.kv_placement
-    room = placement.room(engine.kv_shape, free - step_bytes - expected_bytes, num_blocks(total_tokens))
+    room = partial(_room, engine, free - step_bytes - expected_bytes)
+    if may_be_shorter:
+        total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
     tokens = cache.choose_tokens(
         wanted=wanted_tokens,
         useful=useful_tokens,
-        free_bytes=engine.shard.minimum(room, engine.device.torch_device),
+        free_bytes=room(num_blocks(total_tokens)),
         bytes_per_token=engine.kv_shape.bytes_per_token,
-        where=placement.where,
+        where=engine.kv_placement.where,
     )
     engine.allocate(tokens, total_tokens, sequences)
     began = time.monotonic()
@@ -149,8 +163,27 @@ def warm_up(
     if engine.device.measures_memory:
         _compile_kernels(engine, min(prefill_tokens, total_tokens))
     clocks = engine.device.clocks(partial(_decode_for, DECODING_S, engine, total_tokens)) if _has_clocks(engine) else ""
+    times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
-    return Warmed(tokens, step_bytes, taken_bytes, captured, engine.backend.measured_products(), clocks)
+    products = engine.backend.measured_products()
+    return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times)
+
+
+def _room(engine: Engine, free_bytes: int, longest: int) -> int:
+    """Bytes of KV cache that every rank has room for. free_bytes: of this one; longest: blocks of a sequence."""
+    room = engine.kv_placement.room(engine.kv_shape, free_bytes, longest)
+    return engine.shard.minimum(room, engine.device.torch_device)
+
+
+def longest_that_fits(wanted: int, room: Callable[[int], int], block_bytes: int) -> int:
+    """Tokens of the longest sequence: as many as are wanted, or as the cache holds.
+
+    room: bytes of a cache for sequences of so many blocks, of which a longer one may leave less.
+    """
+    longest = num_blocks(wanted)
+    while longest > 1 and (blocks := room(longest) // block_bytes) < longest:
+        longest = max(blocks, longest // 2)
+    return min(wanted, longest * BLOCK_SIZE)
 
 
 def _profile(
@@ -195,14 +228,14 @@ def _step(engine: Engine, request: pb.StepRequest) -> None:
 def _take_first_steps(engine: Engine) -> None:
     """Generate two tokens of one sequence, once the most likely ones and once by sampling, and forget it."""
     for do_sample in (False, True):
-        _step(engine, _prompt_of_one_token(engine, do_sample=do_sample))
+        _step(engine, _prompt(engine, 1, do_sample=do_sample))
         _step(engine, pb.StepRequest(decode=True))
         engine.launch(pb.StepRequest(retire=[0]))
 
 
-def _prompt_of_one_token(engine: Engine, *, do_sample: bool = False) -> pb.StepRequest:
-    """Sequence 0, of which nothing but tokens is asked."""
-    request = ProfileRun([1], engine.has_encoder).request(top_n_tokens=0)
+def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False) -> pb.StepRequest:
+    """Sequence 0 with a prompt of so many, of which nothing but tokens is asked."""
+    request = ProfileRun([tokens], engine.has_encoder).request(top_n_tokens=0)
     request.add[0].sampling.CopyFrom(
         pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
     )
@@ -223,6 +256,24 @@ def _compile_kernels(engine: Engine, most: int) -> None:
         engine.launch(pb.StepRequest(retire=[0]))
 
 
+def _prompt_times(engine: Engine, most: int) -> PromptTimes:
+    """Time the steps of two prompts, of at most `most` tokens: the shorter of two times each."""
+    few, many = (min(tokens, most) for tokens in TIMED_PROMPTS)
+    if few == many:
+        return PromptTimes()
+    short, long = (min(_prompt_seconds(engine, tokens) for _ in range(2)) for tokens in (few, many))
+    of_token = max(0.0, long - short) / (many - few)
+    return PromptTimes(max(0.0, short - few * of_token), of_token)
+
+
+def _prompt_seconds(engine: Engine, tokens: int) -> float:
+    began = time.monotonic()
+    _step(engine, _prompt(engine, tokens))
+    seconds = time.monotonic() - began
+    engine.launch(pb.StepRequest(retire=[0]))
+    return seconds
+
+
 def _has_clocks(engine: Engine) -> bool:
     """Whether its device has clocks to tell of, and it alone decides how long it decodes."""
     return engine.device.measures_memory and engine.neighbours.stage.count == 1
@@ -231,7 +282,7 @@ def _has_clocks(engine: Engine) -> bool:
 def _decode_for(seconds: float, engine: Engine, total_tokens: int) -> None:
     """Decode one sequence for about so long, as far as it may reach, and forget it."""
     most = min(total_tokens, (engine.num_blocks - 1) * BLOCK_SIZE)
-    request = _prompt_of_one_token(engine)
+    request = _prompt(engine, 1)
     request.add[0].blocks.extend(range(2, 1 + num_blocks(most)))  # 1 is an encoder's
     _step(engine, request)
     began = time.monotonic()

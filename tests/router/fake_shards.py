@@ -226,6 +226,7 @@ class FakeShardedClient:
             self._add(sequence)
         for extension in request.extend:
             self._extend(extension)
+        self._grow(request)
         self._check_limits(request)
         self._check_lane(request)
         masks = {id: mask for mask in request.masks for id in mask.ids}
@@ -240,13 +241,15 @@ class FakeShardedClient:
         chunks = [
             (id, n) for id, n in zip(request.chunk_ids, request.chunk_tokens, strict=True) if id not in self._gone
         ]
+        grown = [id for id in request.grown_ids if id not in self._gone]
+        touched = list(dict.fromkeys((*decoding, *(id for id, _ in chunks), *grown)))
         if request.step in self.failing_steps:
-            return self._fail(reply, [*decoding, *(id for id, _ in chunks)], self.failing_steps[request.step])
+            return self._fail(reply, touched, self.failing_steps[request.step])
         prompts = [self._sequences[id].token_ids for id, _ in chunks if id in self._sequences]
         if any(self.fatal_token in prompt for prompt in prompts):
             self.die("killed by what it computed")
         if any(self.failing_token in prompt for prompt in prompts):
-            return self._fail(reply, [*decoding, *(id for id, _ in chunks)], "cannot compute this")
+            return self._fail(reply, touched, "cannot compute this")
         if self._total_steps in self.deaths:
             self.die("killed from outside")
         for id, num_tokens in chunks:
@@ -256,6 +259,22 @@ class FakeShardedClient:
             self._give_token(id, masks, reply)
         _require(set(masks) <= {*reply.ids, *self._gone}, "a mask for a sequence that gets no token")
         return reply
+
+    def _grow(self, request: StepRequest) -> None:
+        blocks = list(request.grown_blocks)
+        _require(len(set(request.grown_ids)) == len(request.grown_ids), "a sequence grows twice in a step")
+        _require(sum(request.grown_counts) == len(set(blocks)) == len(blocks), "blocks that grow are miscounted")
+        for id, count in zip(request.grown_ids, request.grown_counts, strict=True):
+            more, blocks = blocks[:count], blocks[count:]
+            _require(id in self._sequences or id in self._gone, f"growth of unknown sequence {id}")
+            if (sequence := self._sequences.get(id)) is None:
+                continue
+            taken = {block for other in self._sequences.values() for block in other.blocks}
+            _require(not taken.intersection(more), f"sequence {id} grew by blocks of another")
+            _require(count > 0 and max(more) < self.num_blocks, f"sequence {id} grew by a block too many")
+            own = sequence.reach // self.block_size
+            sequence.blocks = (*sequence.blocks[:own], *more, *sequence.blocks[own:])
+            sequence.reach += count * self.block_size
 
     def _extend(self, extension: Extension) -> None:
         if extension.id in self._gone:

@@ -165,6 +165,7 @@ class Prompt:
     chunk: int = 10**9  # prompt tokens per step
     generated: int = 0  # of token_ids, how many at the end were generated before
     rule: Rule | None = None  # of `is_constrained` sampling
+    grows: bool = False  # whether it gets each block in the step that first writes to it
     holds: bool = False  # whether it sits every third step out
     cached: tuple[int, int] = (0, 0)  # a prompt whose blocks hold the first tokens of this one already, and how many
     tokens: list[int] = field(default_factory=list)
@@ -178,6 +179,7 @@ def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     """Run every prompt to its end, each joining when it says so; blocks are handed out and never reused."""
     left = {id: len(split(engine, p.token_ids)[0]) - p.cached[1] for id, p in enumerate(prompts)}
     tables: dict[int, list[int]] = {}
+    given: dict[int, int] = {}  # of these, how many the engine knows
     blocks, step, retire = itertools.count(), 0, []
     done: set[int] = set()
     while len(done) < len(prompts):
@@ -187,7 +189,13 @@ def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
                 source, computed = prompt.cached
                 shared = tables[source][: computed // BLOCK_SIZE] if computed else []
                 tables[id] = shared + take(blocks, len(prompt.token_ids) + prompt.max_new_tokens - computed)
-                _add(request, id, prompt, tables[id], split(engine, prompt.token_ids), blocks)
+                given[id] = num_blocks(len(prompt.token_ids)) if prompt.grows else len(tables[id])
+                _add(request, id, prompt, tables[id][: given[id]], split(engine, prompt.token_ids), blocks)
+            if id in given and id not in done and given[id] < num_blocks(len(prompt.token_ids) + len(prompt.tokens)):
+                request.grown_ids.append(id)
+                request.grown_counts.append(1)
+                request.grown_blocks.append(tables[id][given[id]])
+                given[id] += 1
             if prompt.joins_at <= step and left[id]:
                 request.chunk_ids.append(id)
                 request.chunk_tokens.append(min(prompt.chunk, left[id]))

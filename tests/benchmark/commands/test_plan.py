@@ -42,7 +42,10 @@ def test_weights_and_cache_share_the_memory(capsys: pytest.CaptureFixture[str]) 
     (capacity,) = result["capacity"]
     assert 14.14e9 == pytest.approx(capacity["weight_bytes_per_shard"], rel=1e-3)
     assert 265_000 == pytest.approx(capacity["kv_tokens"], rel=0.05)
-    assert 128 * 2048 == capacity["max_batch_total_tokens"]  # more could never be used under the default limits
+    assert capacity["kv_tokens"] == capacity["max_batch_total_tokens"]
+    more = ("--model-id", "bloomz-7b1-mt", "--device", "h200", "--num-shard", "1", "--max-total-tokens", "2048")
+    _, limited = planned(capsys, *more)
+    assert 128 * 2048 == limited["capacity"][0]["max_batch_total_tokens"]  # more could never be used
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3", "fp8_e5m2"])

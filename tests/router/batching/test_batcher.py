@@ -368,6 +368,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     entry.cancelled = True
 
 
+@pytest.mark.parametrize("kv_admission", ["reserve", "demand"])
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
@@ -387,6 +388,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
 )
 def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     num_lanes: int,
+    kv_admission: str,
     schedule: list[Visit],
     block_size: int,
     capacity: int,
@@ -415,6 +417,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,
             "num_lanes": num_lanes,
+            "kv_admission": kv_admission,
         }
         shards: FakeShardedClient = fake_shards(
             make_limits(**overrides),

@@ -37,6 +37,11 @@ class Asking:
     max_tokens: int
     weight: float = 1.0
     may_be_preempted: bool = True
+    arrival: int = 0
+
+    @property
+    def claim(self) -> int:
+        return self.max_tokens
 
 
 def ledger_of(*batch: Asking, waiting: tuple[Asking, ...] = (), tokens: int = 100, places: int | None = None) -> Ledger:
@@ -256,6 +261,7 @@ calls = st.builds(
 )
 
 
+@pytest.mark.parametrize("kv_admission", ["reserve", "demand"])
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=max(30, settings().max_examples // 3))
 @given(
@@ -271,6 +277,7 @@ calls = st.builds(
 )
 def test_every_request_of_every_key_finishes_with_its_own_tokens(
     num_lanes: int,
+    kv_admission: str,
     schedule: list[Call],
     capacity: int,
     batch_size: int | None,
@@ -308,6 +315,7 @@ def test_every_request_of_every_key_finishes_with_its_own_tokens(
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,
             "num_lanes": num_lanes,
+            "kv_admission": kv_admission,
         }
         shards = fake_shards(make_limits(**overrides), decoder_start=decoder_start, failing_steps=failing_steps)
         overrides["num_blocks"] = shards.num_blocks

@@ -115,10 +115,11 @@ class Driven:
         return shown(plan)
 
 
+@pytest.mark.parametrize("kv_admission", ["reserve", "demand"])
 @pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @given(st.lists(events, max_size=30))
-def test_a_repeated_step_is_the_step_from_scratch(num_lanes: int, happening: list[Event]) -> None:
-    limits = replace(LIMITS, num_lanes=num_lanes)
+def test_a_repeated_step_is_the_step_from_scratch(num_lanes: int, kv_admission: str, happening: list[Event]) -> None:
+    limits = replace(LIMITS, num_lanes=num_lanes, kv_admission=kv_admission)
     one, other = Driven(Scheduler(limits)), Driven(FromScratch(limits))
     for event in happening:
         one.happen(event)

@@ -125,7 +125,7 @@ def test_later_shards_get_the_cache_of_the_first_or_what_fits_of_it(
         group = ShardGroup([str(tmp_path / "rank-0")])
         await group.close()
         group._client = Roomy(4096)  # type: ignore[assignment]
-        await group.warmup(max_total_tokens=400, max_batch_total_tokens=1024, useful_tokens=9999)
+        await group.warmup(max_total_tokens=400, max_batch_total_tokens=1024, useful_tokens=9999, may_be_shorter=False)
         group._client = Roomy(fits)  # type: ignore[assignment]
         return (await group._warm_up()).max_batch_total_tokens
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
-from router.scheduling.limits import Limits, derive_lengths, useful_tokens
+from router.scheduling.limits import Limits, Room, derive_lengths, prefill_tokens, useful_tokens
 from router.shards import startup
 from router.shards.client import KvCache
 from router.shards.startup import start, table
@@ -26,15 +26,18 @@ def limits_of(config: RouterConfig, **shards: Any) -> Limits:
 
 def test_gaps_are_filled_with_the_defaults() -> None:
     limits = limits_of(make_config(), max_batch_total_tokens=10_000)
-    assert (limits.max_input_length, limits.max_total_tokens, limits.max_batch_total_tokens) == (1024, 2048, 10_000)
-    assert limits.sources["max_total_tokens"] == "derived"
-    assert limits.sources["max_batch_total_tokens"] == "inferred"
+    assert (limits.max_input_length, limits.max_total_tokens, limits.max_batch_total_tokens) == (4095, 4096, 10_000)
+    assert limits.sources["max_total_tokens"] == "the default for a model without a longest sequence"
+    assert limits.sources["max_batch_total_tokens"] == "what fits into memory"
 
 
 def test_gaps_follow_a_short_model_and_a_small_cache() -> None:
-    assert limits_of(make_config(), max_positions=512).max_total_tokens == 512
+    short = limits_of(make_config(), max_positions=512)
+    assert (512, "the model's longest sequence") == (short.max_total_tokens, short.sources["max_total_tokens"])
+    assert 8750 == limits_of(make_config(), max_positions=9000, max_batch_total_tokens=10_000).max_total_tokens
     small = limits_of(make_config(), max_batch_total_tokens=100, block_size=16)
-    assert (small.max_input_length, small.max_total_tokens) == (99, 100)
+    assert (small.max_input_length, small.max_total_tokens) == (87, 88)
+    assert "the KV cache that fits into memory" == small.sources["max_total_tokens"]
 
 
 def test_long_prompts_asked_for_make_room_for_themselves_and_an_answer() -> None:
@@ -58,6 +61,20 @@ def test_contradictions_are_refused_with_value_bound_and_remedy(
         derive_lengths(make_config(**fields), max_positions, has_encoder=False)
 
 
+@pytest.mark.parametrize(
+    ("step", "token", "expected"),
+    [(0, 0, 4096), (0.01, 1e-6, 4096), (0.01, 1e-3, 512), (0.1, 0.1, 256), (10, 5e-3, 1024)],
+    ids=["not measured", "a GPU", "a CPU", "a large model on one", "weights that stream"],
+)
+def test_steps_that_nobody_asked_for_take_about_a_second(step: float, token: float, expected: int) -> None:
+    room = Room(10_000, 10_000, step, token)
+    config = make_config(sources={"max_batch_prefill_tokens": "default"})
+    assert expected == prefill_tokens(config, room, has_encoder=False)
+    assert (
+        4096 == prefill_tokens(config, room, has_encoder=True) == prefill_tokens(make_config(), room, has_encoder=False)
+    )
+
+
 def test_explicit_length_that_does_not_fit_the_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="max_total_tokens is 3000 but the KV cache that fits into memory is 1600"):
         limits_of(make_config(max_total_tokens=3000), max_batch_total_tokens=1600)
@@ -65,7 +82,7 @@ def test_explicit_length_that_does_not_fit_the_memory_is_refused() -> None:
 
 def test_prompts_of_an_encoder_fit_into_one_step() -> None:
     lengths = derive_lengths(make_config(max_batch_prefill_tokens=100), 0, has_encoder=True)
-    assert (lengths.max_input_length, lengths.max_total_tokens) == (100, 2048)
+    assert (lengths.max_input_length, lengths.max_total_tokens) == (100, 4096)
     with pytest.raises(ValueError, match=r"max_input_length is 200 but max_batch_prefill_tokens is 100, .* to 100 or"):
         derive_lengths(make_config(max_batch_prefill_tokens=100, max_input_length=200), 0, has_encoder=True)
 
@@ -145,5 +162,5 @@ def test_table_names_limits_and_where_they_came_from() -> None:
     text = table(config, asyncio.run(start(config, FakeShardedClient())), "http://127.0.0.1:3000")
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert lines["max_total_tokens"].split()[1:] == ["500", "flag"]
-    assert lines["max_input_length"].split()[1:] == ["499", "derived"]
+    assert lines["max_input_length"].split()[1:] == "499 max_total_tokens less one".split()
     assert lines["address"].endswith("http://127.0.0.1:3000")

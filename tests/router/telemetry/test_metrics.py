@@ -37,10 +37,12 @@ LEFT_OUT = {"tgi_batch_concat_duration", "tgi_batch_filter_duration", "tgi_reque
 OURS = {
     "counter": """
         request_prefix_hit_tokens request_preempted request_timeout request_surplus_tokens batch_prefill_tokens
-        shards_recovery_count shards_recovery_seconds key_request_count key_tokens key_refused
+        kv_preempted kv_waits kv_recomputed_tokens kv_asked_blocks kv_given_blocks request_expected_tokens
+        request_expectation_error_tokens request_outgrown shards_recovery_count shards_recovery_seconds
+        key_request_count key_tokens key_refused
     """,
     "gauge": """
-        queue_tokens kv_blocks_total kv_blocks_free kv_used_ratio batch_held_size batch_peak_batch_size
+        queue_tokens kv_blocks_total kv_blocks_free kv_used_ratio kv_owed_tokens batch_held_size batch_peak_batch_size
         batch_peak_reserved_tokens batch_peak_prefill_tokens key_current_requests
     """,
     "histogram": """

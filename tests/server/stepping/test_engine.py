@@ -91,6 +91,24 @@ def test_neighbours_arrival_and_chunks_do_not_change_a_sequence(engine: Engine) 
         assert alone.tokens == crowded.tokens
 
 
+def test_blocks_that_come_one_by_one_change_no_token(engine: Engine) -> None:
+    prompts = [replace(prompt, max_new_tokens=50) for prompt in mixed_prompts(12)]
+    whole = generate(engine, [fresh(p) for p in prompts])
+    grown = generate(engine, [replace(fresh(p), grows=True) for p in prompts])
+    assert [p.tokens for p in whole] == [p.tokens for p in grown]
+
+
+def test_growth_that_cannot_be_is_refused_and_one_that_comes_too_late_is_nothing(engine: Engine) -> None:
+    engine.launch(pb.StepRequest(step=1, reset=True))
+    engine.launch(
+        pb.StepRequest(step=2, grown_ids=[99], grown_counts=[1], grown_blocks=[3])
+    )  # a failed step dropped it
+    request = pb.StepRequest(step=3, grown_ids=[99], grown_counts=[1], grown_blocks=[engine.num_blocks])
+    with pytest.raises(StepError, match="needs more blocks below"):
+        engine.launch(request)
+    engine.launch(pb.StepRequest(step=4, reset=True))
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

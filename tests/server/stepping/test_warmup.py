@@ -9,7 +9,7 @@ import torch
 
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
-from server.stepping.warmup import ROWS_OF_KERNELS, ProfileRun, _compile_kernels, graph_bytes
+from server.stepping.warmup import ROWS_OF_KERNELS, ProfileRun, _compile_kernels, graph_bytes, longest_that_fits
 
 
 @pytest.mark.parametrize("has_encoder", [False, True])
@@ -56,3 +56,13 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
     engine = SimpleNamespace(has_encoder=False, launch=launch)
     _compile_kernels(engine, most=100)  # type: ignore[arg-type]
     assert [16, 32, 64] == computed
+
+
+@pytest.mark.parametrize(
+    ("blocks", "per_longest", "expected"),
+    [(9, 0, 100), (5, 0, 80), (10, 1, 48), (0, 0, 16)],
+    ids=["all fits", "five blocks", "an area and blocks", "none"],
+)
+def test_the_longest_sequence_is_what_the_cache_holds(blocks: int, per_longest: int, expected: int) -> None:
+    """Where blocks are not on the device, an area for a longest sequence takes room of its own."""
+    assert expected == longest_that_fits(100, lambda longest: 1000 * max(0, blocks - per_longest * longest), 1000)

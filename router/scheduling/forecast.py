@@ -1,0 +1,136 @@
+"""What running and waiting requests are expected to need, where KV blocks are given as sequences grow.
+
+A request is expected to become as long as those of its key and route did (`answer_lengths.py`), and may join the batch
+if the most that all are expected to hold at once (`outlook.py`) fits into the cache. Where that was wrong, sequences
+are sent away and computed again later: each token that is computed again holds back a token of the cache from those
+that would join, up to a share of MOST_HELD_BACK, and is forgiven once so many tokens were computed that it is no more
+than MOST_AGAIN of them. Left out: blocks, and who is sent away (`scheduler.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from router.scheduling.answer_lengths import AnswerLengths, bound_behind
+from router.scheduling.outlook import Course, Outlook
+from router.scheduling.plan import S, StepPlan
+
+MOST_AGAIN = 0.02  # share of the computed tokens that had been computed before
+MOST_HELD_BACK = 0.125  # share of the cache: else who comes back would slow down all that have still to come back
+LOOKS = 4  # steps until what did not fit is looked at again, if none came or left: a look at 256 takes 50 µs
+
+
+@dataclass(slots=True)
+class DemandCounts:
+    """What happened since the start of the router."""
+
+    num_sent_away: int = 0  # running requests, for want of blocks
+    num_waits: int = 0  # steps that a sequence let pass for want of a block
+    tokens_again: int = 0  # computed once more, of those that came back
+    blocks_asked: int = 0  # behind those of admission
+    blocks_given: int = 0  # these, and those taken ahead
+    num_answers: int = 0  # that are over
+    num_outgrown: int = 0  # of these, those that became longer than was expected when they were admitted
+    expected_tokens: int = 0  # of all answers that are over, when they were admitted
+    error_tokens: int = 0  # by how much that was wrong, whichever way
+
+
+class Forecast(Generic[S]):
+    """Expectations of one scheduler's requests."""
+
+    def __init__(self, block_size: int, num_lanes: int) -> None:
+        self.counts = DemandCounts()
+        self.owed = 0.0  # tokens that are held back
+        self._block_size = block_size
+        self._step = 1 / num_lanes  # of a sequence, for each step: the lanes take turns
+        self._lengths = AnswerLengths()
+        self._outlook: Outlook[S] = Outlook()
+        self._refused: tuple[S | None, int, float] = None, 0, 0.0  # who did not fit, at which version and time
+
+    def expect(self, entry: S) -> None:
+        """Say how long it becomes, by all that is known now."""
+        history = self._lengths.of(entry.owner, entry.route)
+        entry.expected = history.expected(entry.num_reached, entry.request.max_new_tokens)
+
+    def admitted(self, entry: S) -> None:
+        """It has joined the batch."""
+        if entry.num_counted is None:
+            self._lengths.of(entry.owner, entry.route).began()
+            entry.num_counted, entry.first_expected = 0, entry.expected
+        self._outlook.set(entry, self._course(entry))
+
+    def released(self, entry: S) -> None:
+        """It has left the batch."""
+        self._outlook.remove(entry)
+        self._count(entry, entry.num_written)
+
+    def grown(self, entry: S) -> bool:
+        """It goes on behind the blocks that it had; whether something else is expected of it from now on.
+
+        That is asked where it has become longer than it was expected to, and at some lengths on the way.
+        """
+        has_passed = self._count(entry, entry.num_written)
+        if entry.expected <= entry.num_reached:
+            entry.is_outgrown = True
+        elif not has_passed:
+            return False
+        self.expect(entry)
+        self._outlook.set(entry, self._course(entry))
+        return True
+
+    def finished(self, entry: S, *, is_cut: bool) -> None:
+        """Its answer is complete. is_cut: only because its client wanted no more."""
+        if entry.num_counted is None:
+            return  # another server had all of it
+        history, counts, written = self._lengths.of(entry.owner, entry.route), self.counts, entry.num_written
+        self._count(entry, written)
+        if not is_cut:
+            history.ended(written)
+        history.judged(was_outgrown=entry.is_outgrown)
+        counts.num_answers += 1
+        counts.num_outgrown += entry.is_outgrown
+        counts.expected_tokens += entry.first_expected
+        counts.error_tokens += abs(written - entry.first_expected)
+
+    def _count(self, entry: S, written: int) -> bool:
+        """Learn that it has so many tokens; whether it has passed a length at which answers are counted."""
+        if entry.num_counted is None or written < bound_behind(entry.num_counted):
+            return False
+        self._lengths.of(entry.owner, entry.route).came(entry.num_counted, written)
+        entry.num_counted = written
+        return True
+
+    def fits(self, joining: Sequence[S], most_tokens: int, leaving: Collection[S] = ()) -> bool:
+        """Whether the cache, which holds `most_tokens`, has room for these until all have ended."""
+        head, outlook = joining[0], self._outlook
+        for key in outlook.overdue():
+            outlook.set(key, self._course(key))
+        held_back = min(self.owed, MOST_HELD_BACK * most_tokens)
+        fits = outlook.peak([self._course(entry) for entry in joining], leaving) + held_back <= most_tokens
+        if not (fits or leaving) and len(joining) == 1:
+            self._refused = head, outlook.version, outlook.now
+        return fits
+
+    def is_refused(self, head: S) -> bool:
+        """Whether it did not fit alone a few steps ago, and none has come or left since then."""
+        refused, version, looked_at = self._refused
+        return refused is head and version == self._outlook.version and self._outlook.now < looked_at + LOOKS
+
+    def _course(self, entry: S) -> Course:
+        request = entry.request
+        left = max(1, entry.expected - entry.num_reached)
+        longest = request.input_length + min(entry.expected + self._block_size, request.max_new_tokens)
+        return self._outlook.course(longest - left, left)
+
+    def planned(self, plan: StepPlan[S]) -> None:
+        """A step was planned."""
+        self._outlook.now += self._step
+        if self.owed:
+            self.owed = max(0.0, self.owed - MOST_AGAIN * (len(plan.decoding) + plan.prefill_tokens))
+
+    def came_back(self, num_tokens: int) -> None:
+        """So many tokens of one that was sent away are computed again."""
+        self.counts.tokens_again += num_tokens
+        self.owed += num_tokens
