@@ -172,6 +172,8 @@ def examine(launch: Launch) -> Findings:
         _check_port(settings, launch.container, findings)
     if placement.device == "cuda" and not has_gpu_driver():
         findings.problems.append("GPUs are chosen by a variable, but none is here: check nvidia-smi, or unset it")
+    if launch.container and launch.container.wants_gpus and placement.device == "cpu":
+        findings.unchecked.append("GPUs: the container is given them, but none is seen here")
     _check_files(settings, placement, findings)
     findings.add("model", settings.shown_model, _about_model(settings, findings))
     findings.add("device", placement.device, str(placement.layout))

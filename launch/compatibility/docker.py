@@ -32,6 +32,7 @@ class Container:
     ports: dict[str, str] = field(default_factory=dict)  # of the host, by that of the container
     mounts: dict[str, str] = field(default_factory=dict)  # the host's path of each folder
     shares_network: bool = False  # with the host, so that ports are the same
+    wants_gpus: bool = False
     unread: list[str] = field(default_factory=list)  # what was given and is not looked at
 
     def on_host(self, text: str) -> str:
@@ -108,7 +109,7 @@ def _read_option(option: str, value: str, environ: Mapping[str, str], found: Con
     elif option in ("--net", "--network") and value == "host":
         found.shares_network = True
     elif option == "--gpus":
-        is_read = value == "all"
+        found.wants_gpus, is_read = True, value == "all"
     else:
         is_read = option in SWITCHES or option in HARMLESS or option == "-"
     if not is_read:

@@ -441,6 +441,8 @@ def test_what_of_docker_is_not_looked_at_is_said() -> None:
         "docker's --memory 2g",
     ] == check(line.split()).unchecked[:5]
     assert "whether the container has GPUs: there is no --gpus" in check("docker run IMAGE".split()).unchecked
+    asked = check("docker run --gpus all -e DEVICE=cpu IMAGE".split())
+    assert ["GPUs: the container is given them, but none is seen here"] == asked.unchecked
 
 
 @pytest.mark.parametrize(
