@@ -281,7 +281,8 @@ def _check_tokenizer(settings: Settings, model: Description, findings: Findings)
         if model.names:
             findings.unchecked.append("the tokenizer, which is fetched at the first start")
         else:
-            findings.attempt(lambda: _load_tokenizer(folder, settings.values["tokenizer_config_path"]))
+            given = settings.values["tokenizer_config_path"]
+            findings.attempt(lambda: _load_tokenizer(folder, given if given and Path(given).is_file() else None))
     elif names & set(TOKENIZER_SOURCES):
         findings.unchecked.append("the tokenizer, which is converted at the first start")
     elif model.names or model.cache is None:
@@ -302,7 +303,7 @@ def _load_tokenizer(folder: Path, tokenizer_config_path: str | None) -> None:
 def _check_fallback(settings: Settings, config: Mapping[str, Any], placement: Placement, findings: Findings) -> None:
     """A model of no family here."""
     kind, defaults = config.get("model_type"), public_settings()
-    known = _known_to_transformers()
+    known = known_to_transformers()
     if known is not None and kind not in known:
         findings.problems.append(
             f"model_type {kind!r} is no language model of Lockstep's or transformers': take another"
@@ -321,7 +322,7 @@ def _check_fallback(settings: Settings, config: Mapping[str, Any], placement: Pl
     findings.unchecked.append("whether transformers can load this model, and its memory")
 
 
-def _known_to_transformers() -> set[str] | None:
+def known_to_transformers() -> set[str] | None:
     """Each model_type that transformers generates text with, read without importing it; None where that is not said."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:

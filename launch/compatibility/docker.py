@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 
 ENGINES = ("docker", "podman", "nerdctl")
@@ -51,7 +52,9 @@ def read_run(words: Sequence[str], environ: Mapping[str, str]) -> Container | No
 
     environ: of the shell, for `-e NAME` without a value. Raises ValueError for a line that cannot be read.
     """
-    rest = list(words[1:] if words[:1] == ["sudo"] else words)
+    rest = list(words)
+    if rest[:1] == ["sudo"]:
+        rest = list(dropwhile(lambda word: word.startswith("-"), rest[1:]))
     if not rest or Path(rest[0]).name not in ENGINES:
         return None
     engine = rest.pop(0)

@@ -261,6 +261,13 @@ def test_a_file_that_is_no_json_is_found(option: str, tmp_path: Path) -> None:
     assert [True] == ["is not JSON" in problem for problem in check([option, str(tmp_path / "file")]).problems]
 
 
+@pytest.mark.parametrize("option", ["--tokenizer-config-path", "--api-keys-file", "--chat-template"])
+def test_a_pipe_is_no_file(option: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (problem,) = check([option, str(tmp_path / "pipe")]).problems
+    assert problem.endswith("which is no file: check the path")
+
+
 def test_sockets_need_a_folder() -> None:
     (problem,) = check(["--shard-uds-path", "/no/folder/s"]).problems
     assert problem.startswith("--shard-uds-path /no/folder/s cannot be used: /no/folder is no folder")
@@ -411,7 +418,7 @@ def test_what_the_hub_was_not_asked_is_said(tmp_path: Path) -> None:
     [
         ("docker run --gpus all IMAGE", [], {}),
         (
-            "sudo docker run --gpus all --shm-size 1g -p 80:80 -v /tmp/x:/data IMAGE --model-id a/b",
+            "sudo -E docker run --gpus all --shm-size 1g -p 80:80 -v /tmp/x:/data IMAGE --model-id a/b",
             ["--model-id", "a/b"],
             {},
         ),
