@@ -397,7 +397,9 @@ def _add_estimate(settings: Settings, placement: Placement, found: Estimate, fin
     room = found.capacity
     if found.memory is None:
         why = (
-            "what is not on the device is chosen at the start" if is_offloaded(settings) else "nvidia-smi is not there"
+            "what is not on the device is chosen at the start"
+            if is_offloaded(settings)
+            else "nvidia-smi does not tell it"
         )
         findings.unchecked.append(f"memory: {why}")
     if room is None or found.memory is None:
