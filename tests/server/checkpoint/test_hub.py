@@ -279,7 +279,7 @@ class FakeHub(ThreadingHTTPServer):
         self.faults: list[tuple[str, int]] = []  # (part of the path, status), each used once; 0 cuts the connection
         self.always: int | None = None  # status of every answer
         self.body = b"{}"  # of it
-        self.delay = 0.0  # seconds before every answer
+        self.silence = 0.0  # seconds in place of every answer
         self.gated = False
         self.requests: Counter[str] = Counter()
         self.ranges: list[str] = []
@@ -304,7 +304,9 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         self.server.requests[f"{self.command} {path}"] += 1
         self.server.tokens.add(self.headers.get("Authorization"))
-        time.sleep(self.server.delay)
+        if self.server.silence:
+            self.close_connection = True
+            return time.sleep(self.server.silence)
         if self.server.always:
             return self.answer(self.server.always, self.server.body)
         if path.startswith("/api/models/some/model/tree/"):
@@ -547,7 +549,7 @@ def test_an_answer_of_the_hub_that_cannot_be_read_is_a_sentence(
 
 
 def test_a_silent_hub_is_given_up(fake_hub: FakeHub, tmp_path: Path) -> None:
-    fake_hub.delay = 2.0
+    fake_hub.silence = 2.0
     with pytest.raises(HubError, match="the hub cannot be reached"):
         asked(fake_hub, tmp_path)
 
