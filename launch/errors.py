@@ -1,8 +1,11 @@
-"""The one error of a launch."""
+"""The one error of a launch, and how a check goes on after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Refusal(ValueError):
@@ -12,3 +15,15 @@ class Refusal(ValueError):
         self.problems = list(problems)
         self.code = code
         super().__init__("; ".join(self.problems))
+
+
+def attempt(action: Callable[[], T], report: Callable[[str], object]) -> T | None:
+    """What the action returns; None where it raises, of which `report` is told, a sentence for each problem."""
+    try:
+        return action()
+    except Refusal as refusal:
+        for problem in refusal.problems:
+            report(problem)
+    except ValueError as error:
+        report(str(error))
+    return None

@@ -99,9 +99,8 @@ def nameless_file(text: str) -> Iterator[int]:
 @contextmanager
 def shared_sockets(prefix: str, count: int) -> Iterator[tuple[str, ...]]:
     """Sockets at a path that the user chose. A lock keeps a second launch from stealing them, which gRPC would do."""
+    check_sockets(prefix, count)
     sockets = tuple(f"{prefix}-{rank}" for rank in range(count))
-    if len(os.fsencode(sockets[-1])) > SOCKET_PATH_BYTES:
-        raise Refusal([f"--shard-uds-path {prefix} is too long: a socket's path may have 107 bytes"], 1)
     try:
         lock = os.open(f"{prefix}.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -113,6 +112,17 @@ def shared_sockets(prefix: str, count: int) -> Iterator[tuple[str, ...]]:
         _remove_sockets(sockets)
     finally:
         os.close(lock)
+
+
+def check_sockets(prefix: str, count: int) -> None:
+    """Raise Refusal where sockets cannot be made at a path that the user chose."""
+    if len(os.fsencode(f"{prefix}-{count - 1}")) > SOCKET_PATH_BYTES:
+        raise Refusal([f"--shard-uds-path {prefix} is too long: a socket's path may have 107 bytes"], 1)
+    folder = Path(prefix).parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise Refusal(
+            [f"--shard-uds-path {prefix} cannot be used: {folder} is no folder to write to; choose another"], 1
+        )
 
 
 def _take_lock(lock: int, prefix: str) -> None:

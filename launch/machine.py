@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import takewhile
+from pathlib import Path
 
 from host.version import package_version, version
 from launch.config import SHARD_COUNTS
@@ -22,6 +23,7 @@ from launch.nodes import Layout, Nodes, check_nodes, plan_nodes
 from launch.settings import Settings, flag
 from server.config import THROUGH_HOST, folder_problems, idle_settings, offload_problems, room_problem
 
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of Windows' Linux, of AMD
 OFFLOADING = ("weights_on_device", "weights_on_host", "kv_on_device", "kv_on_host", "offload_dir")
 
 
@@ -37,14 +39,25 @@ def describe_environment(environ: Mapping[str, str]) -> list[str]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES, else HIP_VISIBLE_DEVICES (AMD's), NVIDIA_VISIBLE_DEVICES or nvidia-smi names."""
+    """How many GPUs the variables name, else nvidia-smi."""
+    chosen = chosen_gpus(environ)
+    return _installed_gpus() if chosen is None else len(chosen)
+
+
+def chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES, else HIP_VISIBLE_DEVICES (AMD's) or NVIDIA_VISIBLE_DEVICES names; None: all."""
     devices = environ.get("CUDA_VISIBLE_DEVICES", environ.get("HIP_VISIBLE_DEVICES"))
     if devices is None:
         devices = environ.get("NVIDIA_VISIBLE_DEVICES") or "all"
         if devices in ("all", "void", "none"):
-            return _installed_gpus()
+            return None
     # CUDA ignores the list from its first invalid entry on; -1 is how people hide all GPUs.
-    return len(list(takewhile(lambda d: d and not d.startswith("-"), (d.strip() for d in devices.split(",")))))
+    return list(takewhile(lambda d: d and not d.startswith("-"), (d.strip() for d in devices.split(","))))
+
+
+def has_gpu_driver() -> bool:
+    """Whether a GPU that a variable names can be there at all."""
+    return any(Path(device).exists() for device in GPU_DRIVERS) or _installed_gpus() > 0
 
 
 def _installed_gpus() -> int:
@@ -118,6 +131,10 @@ def _too_few_gpus(layout: Layout, gpus: int) -> str:
     return f"{needed} but the number of visible GPUs is {gpus}: {remedy}, or --device cpu{shared}"
 
 
+class PortTaken(Refusal):
+    """Another program listens there."""
+
+
 def bind(hostname: str, port: int) -> socket.socket:
     """A bound socket that has its port alone, and does not listen."""
     try:
@@ -139,7 +156,7 @@ def bind(hostname: str, port: int) -> socket.socket:
             problem = error
             if error.errno != errno.EADDRINUSE:
                 break
-    raise Refusal([_bind_problem(hostname, port, problem)], 1)
+    raise (PortTaken if problem.errno == errno.EADDRINUSE else Refusal)([_bind_problem(hostname, port, problem)], 1)
 
 
 def bind_beside(holder: socket.socket) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from host.process import end_with_parent
@@ -15,6 +16,8 @@ from launch.processes import child_environment
 from launch.settings import Settings
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
+
+HUB_SECONDS = 3.0  # without an answer, where nothing depends on it yet
 
 
 def resolve_model(
@@ -40,25 +43,36 @@ def resolve_model(
         raise Refusal([str(error)], 1) from None
 
 
-def find_description(settings: Settings, environ: Mapping[str, str]) -> tuple[Path, bool]:
-    """The folder with the model's config.json, and whether it is a folder that was given. Raises HubError.
+@dataclass(frozen=True)
+class Description:
+    """What is known of a model before a start."""
 
-    Only what is neither a folder nor in the cache is asked of the hub; nothing is converted and no weights are fetched.
+    folder: Path  # has config.json
+    cache: Path | None  # where a start downloads to; None: the model is a folder that was given
+    names: set[str]  # of the repository's files; empty where the hub was not asked
+
+
+def find_description(settings: Settings, environ: Mapping[str, str], spare: Path) -> Description:
+    """The model's config.json, fetched into the folder `spare` if it is neither here nor in the cache.
+
+    Nothing else is fetched, converted or kept; a hub that is silent for HUB_SECONDS is given up. Raises HubError.
     """
     values = settings.values
     if local := hub.local_folder(values["model_id"]):
-        return local, True
+        return Description(local, None, set())
     repository = hub.Repository(
         values["model_id"],
         values["revision"],
         values["huggingface_hub_cache"],
         _token(environ),
         is_offline(environ),
-        endpoint=None,
+        endpoint=environ.get("HF_ENDPOINT") or None,
         report=lambda sentence: None,
         pauses=(),
+        timeout=HUB_SECONDS,
     )
-    return repository.describe(), False
+    folder, names = repository.describe(spare)
+    return Description(folder, repository.cache, names)
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:

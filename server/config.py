@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -514,3 +514,13 @@ def room_problem(prefix_cache_disk_gb: float, prefix_cache_dir: str | None) -> s
         f"--prefix-cache-disk-gb is {prefix_cache_disk_gb:g} and {prefix_cache_dir} has room for {room / 1e9:.1f} GB: "
         "the prefix cache grows until that is full; free space there, or lower it"
     )
+
+
+def dtype_for(wanted: str | None, stored: str, good: Collection[str], device: str) -> tuple[str, str]:
+    """What to compute in, and why: the wish, the checkpoint's dtype, or the nearest that the device does well."""
+    if wanted is not None:
+        return wanted, "asked for"
+    if stored in good:
+        return stored, "the checkpoint's"
+    nearest = next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in good)
+    return nearest, f"{device} does not compute the checkpoint's {stored} well"

@@ -29,7 +29,7 @@ from server.checkpoint import formats
 from server.checkpoint.formats import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
-from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
+from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, dtype_for, parse_graph_sizes
 from server.model import load as model_loading
 from server.model import placement as placing
 from server.model.streamed import Streaming
@@ -322,14 +322,9 @@ def _open(
 
 
 def choose_dtype(wanted: str | None, stored: torch.dtype, device: Device) -> tuple[torch.dtype, str]:
-    """What to compute in, and why: the wish, the checkpoint's dtype, or the nearest that the device does well."""
-    if wanted is not None:
-        return getattr(torch, wanted), "asked for"
-    good = device.good_dtypes()
-    if stored in good:
-        return stored, "the checkpoint's"
-    nearest = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if d in good)
-    return nearest, f"{device.kind} does not compute the checkpoint's {_name(stored)} well"
+    """What to compute in, and why."""
+    name, reason = dtype_for(wanted, _name(stored), {*map(_name, device.good_dtypes())}, device.kind)
+    return getattr(torch, name), reason
 
 
 def _name(dtype: torch.dtype) -> str:

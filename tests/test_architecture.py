@@ -34,7 +34,7 @@ ROOMS = (
 KNOWN = {
     "router": {"server.pb"},
     "launch": {
-        *("router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
+        *("router.accounts", "router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
         *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe"),
         *("server.arch", "server.quantisation.sizes", "router.scheduling.limits", "benchmark.cost"),  # to plan a launch
     },

@@ -60,7 +60,7 @@ def check_launch(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """The command `lockstep check`. Returns the exit code; raises Refusal."""
     from launch.commands import check  # a launch plans no memory
 
-    return check.run(argv, environ, sys.stdout.write)
+    return check.run(argv, environ, check.print_text)
 
 
 COMMANDS = {

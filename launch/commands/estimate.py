@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmark.cost import shapes
 from benchmark.cost.devices import Capacity, DatasheetDevice, least_capacity, stored_as
@@ -20,14 +20,16 @@ from benchmark.cost.roofline import Pipeline, ServedModel
 from benchmark.cost.shapes import ModelShape, NamedShape
 from host.cgroups import available_bytes
 from host.cpu_kinds import good_dtypes
-from launch.machine import Placement
+from launch.errors import attempt
+from launch.machine import Placement, chosen_gpus
 from launch.settings import Settings
 from router.config import RouterConfig
 from router.scheduling.limits import LengthLimits, Room, derive_lengths, max_sequences
 from server.arch.spec import with_rope_scaling
+from server.checkpoint.files import readable
+from server.config import dtype_for
 from server.quantisation import sizes
 
-OFFLOADING = ("weights_on_device", "kv_on_device")
 GPU_DTYPES = {"float32", "float16", "bfloat16"}
 
 
@@ -37,6 +39,7 @@ class Memory:
 
     free_bytes: int
     described: str
+    in_use: str = ""  # what others hold of it now, for people
 
 
 @dataclass(frozen=True)
@@ -51,38 +54,41 @@ class Estimate:
     memory: Memory | None  # None: not known
     capacity: Capacity | None  # likewise
     lengths: LengthLimits | None  # None: they contradict each other
-    max_positions: int  # of the model; 0: no limit of its own
+    num_layers: int  # of the decoder
 
 
 Report = Callable[[str], None]
-T = TypeVar("T")
 
 
 def estimate(
     settings: Settings, placement: Placement, folder: Path, environ: Mapping[str, str], report: Report
 ) -> Estimate | None:
     """What the model in `folder` takes; None where its config says nothing. report: is told each problem."""
-    named = _attempt(lambda: shapes.find(str(folder)), report)
-    config = _attempt(
+    named = attempt(lambda: shapes.find(str(folder)), report)
+    config = attempt(
         lambda: RouterConfig(model_path="", shard_sockets=(), **settings.pick(RouterConfig)), lambda _: None
     )
     if named is None or config is None:  # the settings' own problems are known
         return None
     values, on_cpu = settings.values, placement.device == "cpu"
-    shape = _attempt(lambda: _scaled(named.shape, values), report) or named.shape
-    stored = _attempt(lambda: _stored(named, values["quantize"], values["quantize_head"]), report)
-    dtype, reason = _dtype(values["dtype"], shape.dtype, good_dtypes() if on_cpu else GPU_DTYPES, placement.device)
+    shape = attempt(lambda: _scaled(named.shape, values), report) or named.shape
+    stored = attempt(lambda: _stored(named, values["quantize"], values["quantize_head"]), report)
+    good, device = (good_dtypes(), "this CPU") if on_cpu else (GPU_DTYPES, "this GPU")
+    dtype, reason = dtype_for(values["dtype"], shape.dtype, good, device)
     served = ServedModel(shape, dtype, stored, values["kv_cache_dtype"], on_cpu)
-    memory = None if is_offloaded(settings) else memory_of(placement.device, environ, values["cuda_memory_fraction"])
+    memory = None
+    if not is_offloaded(settings):
+        fraction = values["cuda_memory_fraction"]
+        memory = attempt(lambda: memory_of(placement.device, environ, fraction), report)
     if split_problem := shape.split_problem(placement.layout.num_shard):
         report(split_problem)
-    lengths = _attempt(lambda: _lengths(config, shape), report)
+    lengths = attempt(lambda: _lengths(config, shape), report)
     found = None
     if memory and lengths and not split_problem:
         found, lengths = _fit(served, placement, memory, config, lengths, report)
     return Estimate(
         *(shape.total_parameters, shape.weight_bytes(dtype, stored), stored or "dense", dtype, reason),
-        *(memory, found, lengths, shape.spec.max_positions),
+        *(memory, found, lengths, shape.spec.num_layers),
     )
 
 
@@ -95,19 +101,10 @@ def _fit(
     report: Report,
 ) -> tuple[Capacity | None, LengthLimits]:
     """What fits into the memory, and the lengths that this leaves."""
-    found = _attempt(lambda: capacity(served, placement, memory, config, lengths), report)
+    found = attempt(lambda: capacity(served, placement, memory, config, lengths), report)
     if found is None:
         return None, lengths
-    return found, _attempt(lambda: _lengths(config, served.shape, found.kv_tokens), report) or lengths
-
-
-def _attempt(action: Callable[[], T], report: Report) -> T | None:
-    """What the action returns; None where it raises, of which `report` is told."""
-    try:
-        return action()
-    except ValueError as error:
-        report(str(error))
-        return None
+    return found, attempt(lambda: _lengths(config, served.shape, found.kv_tokens), report) or lengths
 
 
 def _scaled(shape: ModelShape, values: Mapping[str, Any]) -> ModelShape:
@@ -125,7 +122,7 @@ def _lengths(config: RouterConfig, shape: ModelShape, fitting_tokens: int | None
 
 def is_offloaded(settings: Settings) -> bool:
     """Whether something is not on the device, of which nothing is known before a start."""
-    return any(settings.values[name] != "100%" for name in OFFLOADING)
+    return any(settings.values[name] != "100%" for name in ("weights_on_device", "kv_on_device"))
 
 
 def capacity(
@@ -154,21 +151,51 @@ def capacity(
     return replace(found, max_batch_total_tokens=wanted or found.max_batch_total_tokens)
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """One line of nvidia-smi. Memory in bytes; what is neither free nor in use belongs to the driver."""
+
+    index: str
+    uuid: str
+    name: str
+    free: int
+    used: int
+    total: int
+
+
 def memory_of(device: str, environ: Mapping[str, str], fraction: float) -> Memory | None:
-    """What is free now of the host's memory, or of the visible GPU with the least; None where nobody tells."""
+    """What a server may use of the host's memory, or of the chosen GPU with the least; None where nobody tells.
+
+    What other programs hold of a GPU now counts as free: it may be the server whose place this one takes. Raises
+    ValueError for a GPU that is not there.
+    """
     if device == "cpu":
-        free = available_bytes()
-        return Memory(free, "free of this machine's memory, a fifth of it left to others")
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.free,memory.total", "--format=csv,noheader,nounits"]
+        return Memory(available_bytes(), "free of this machine's memory, a fifth of it left to others")
+    gpus, chosen = _gpus(), chosen_gpus(environ)
+    if chosen is not None and gpus:
+        if missing := [name for name in chosen if name.isdecimal() and name not in {gpu.index for gpu in gpus}]:
+            raise ValueError(
+                f"GPU {missing[0]} is chosen, but nvidia-smi has {len(gpus)} GPUs, from 0 on: choose others"
+            )
+        gpus = [gpu for gpu in gpus if any(name in (gpu.index, gpu.uuid[: len(name)]) for name in chosen)]
+    if not gpus:
+        return None
+    least = min(gpus, key=lambda gpu: gpu.free + gpu.used - (1 - fraction) * gpu.total)
+    usable = math.floor(least.free + least.used - (1 - fraction) * least.total)
+    held = [f"{readable(gpu.used)} of GPU {gpu.index}" for gpu in gpus if gpu.used > gpu.total // 100]
+    return Memory(usable, f"of GPU {least.index}, {least.name}", " and ".join(held))
+
+
+def _gpus() -> list[Gpu]:
+    """The GPUs that nvidia-smi lists; none where it does not answer."""
+    fields = "index,uuid,name,memory.free,memory.used,memory.total"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
-        gpus = [[part.strip() for part in line.split(",")] for line in listing.splitlines()]
-        chosen = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        visible = [gpu for gpu in gpus if gpu[0] in chosen] or gpus
-        least = min(((int(free) - (1 - fraction) * int(total)) * 2**20, name, i) for i, name, free, total in visible)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
-    return Memory(math.floor(least[0]), f"free of GPU {least[2]}, {least[1]}")
+        rows = [[part.strip() for part in line.split(",")] for line in listing.splitlines()]
+        return [Gpu(i, uuid, name, *(int(mib) * 2**20 for mib in memory)) for i, uuid, name, *memory in rows]
+    except (OSError, ValueError, TypeError, subprocess.TimeoutExpired):
+        return []
 
 
 def _stored(named: NamedShape, quantize: str | None, head: str) -> str | None:
@@ -178,13 +205,3 @@ def _stored(named: NamedShape, quantize: str | None, head: str) -> str | None:
             f"quantised so, or one of {', '.join(sizes.IN_FLIGHT)}, which quantise while loading"
         )
     return stored_as(named, quantize, head)
-
-
-def _dtype(wanted: str | None, stored: str, good: set[str], device: str) -> tuple[str, str]:
-    """As the server chooses it, from the dtype that the config names."""
-    if wanted is not None:
-        return wanted, "asked for"
-    if stored in good:
-        return stored, "the checkpoint's"
-    nearest = next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in good)
-    return nearest, f"this {device} does not compute the checkpoint's {stored} well"

@@ -1,8 +1,7 @@
 """The flags and environment variables of TGI 3.3.7's launcher, and what becomes of each here.
 
-None is unknown: a setting is taken, or changes nothing and one line says so, or is refused with what to do instead. The
-settings that are taken are this project's own, whose names are TGI's (`launch/settings.py`); of these, the table has
-what differs, such as a default.
+None is unknown. Most have the same name and meaning here (`launch/settings.py`), and are not in this table: it has
+those that are taken with a difference, such as another default, those that change nothing, and those that are refused.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from ipaddress import ip_address
 from launch.logs import printable
 
 PROGRAM = "text-generation-launcher"
+ATTENTION = "each device has its own; DISABLE_CUSTOM_KERNELS=true takes torch's own operators"
 
 
 class Fate(Enum):
@@ -66,10 +66,6 @@ class TgiSetting:
         return self.name.upper() if self.has_variable else ""
 
 
-def _taken(names: str) -> tuple[TgiSetting, ...]:
-    return tuple(TgiSetting(name) for name in names.split())
-
-
 def _idle(name: str, reason: str, *, when: Callable[[str], bool] = _always, is_switch: bool = False) -> TgiSetting:
     return TgiSetting(name, Fate.IDLE, reason, means_something=when, is_switch=is_switch)
 
@@ -81,22 +77,17 @@ def _refused(name: str, reason: str, *, when: Callable[[str], bool] = _always, i
 SETTINGS: Mapping[str, TgiSetting] = {
     setting.name: setting
     for setting in (
-        *_taken(
-            "revision validation_workers sharded num_shard quantize max_concurrent_requests max_best_of "
-            "max_stop_sequences max_waiting_tokens max_batch_size port shard_uds_path master_addr master_port "
-            "huggingface_hub_cache weights_cache_override disable_custom_kernels cuda_memory_fraction rope_scaling "
-            "rope_factor json_output otlp_endpoint otlp_service_name api_key watermark_gamma watermark_delta "
-            "tokenizer_config_path disable_grammar_support max_client_batch_size payload_limit "
-            "graceful_termination_timeout"
-        ),
-        TgiSetting("env", has_variable=False),
         # Taken, with a default or a meaning of its own.
         TgiSetting("model_id", default="bigscience/bloom-560m"),
         TgiSetting("hostname", default="0.0.0.0", has_variable=False),
         TgiSetting("max_input_tokens", default="max_total_tokens - 1"),
         TgiSetting("max_input_length", default="max_total_tokens - 1"),
         TgiSetting("max_total_tokens", default="what model and memory allow"),
-        TgiSetting("max_batch_prefill_tokens", default="from the GPU", reason="longer prompts are computed in chunks"),
+        TgiSetting(
+            "max_batch_prefill_tokens",
+            default="from the GPU",
+            reason="it bounds a step; a longer prompt takes several steps",
+        ),
         TgiSetting("max_batch_total_tokens", reason="it is kept, or refused where it does not fit; TGI replaces it"),
         TgiSetting("max_top_n_tokens", default="5"),
         TgiSetting("waiting_served_ratio", default="0.3"),
@@ -115,15 +106,11 @@ SETTINGS: Mapping[str, TgiSetting] = {
         _refused("ngrok", "there is no tunnel; run `ngrok http PORT` beside it", when=_unless_false, is_switch=True),
         _refused("lora_adapters", "adapters are not served; merge each into its model with peft, and serve that"),
         # Variables without a flag.
-        *_taken("HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_API_TOKEN HF_HOME HF_HUB_OFFLINE"),
-        *_taken("CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES"),
         _idle("HOSTNAME", "it is the machine's name in shells and containers; set LOCKSTEP_HOSTNAME", when=_if_address),
         _idle("LOG_LEVEL", "other programs read it; set LOCKSTEP_LOG_LEVEL to debug, info, warn or error"),
         _idle("LOG_COLORIZE", "logs have colours on a terminal; set NO_COLOR=1 for none"),
-        _idle("ATTENTION", "each device has its own; DISABLE_CUSTOM_KERNELS=true takes torch's own operators"),
-        _idle(
-            "USE_FLASH_ATTENTION", "each device has its own: DISABLE_CUSTOM_KERNELS=true takes torch's own operators"
-        ),
+        _idle("ATTENTION", ATTENTION),
+        _idle("USE_FLASH_ATTENTION", ATTENTION),
         _idle("PREFIX_CACHING", "prefixes are cached; DISABLE_PREFIX_CACHING=true turns that off"),
         _idle("PREFILL_CHUNKING", "long prompts are computed in chunks; PREFILL_CHUNK sets their size"),
         _idle("TGI_WIGGLE_ROOM", "free memory is measured; CUDA_MEMORY_FRACTION leaves some to other programs"),

@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from host.folders import make_private
 from server.checkpoint.files import (
     PLAIN_NAME,
+    QUANTISATION_FILES,
     HubError,
     check_safetensors,
     checked_file,
@@ -170,16 +172,21 @@ class Repository:
     endpoint: str | None
     report: Report
     pauses: Sequence[float]
+    timeout: float = 20.0  # seconds without an answer of the hub
 
-    def describe(self) -> Path:
-        """The folder in the cache that has the model's description, asked of the hub only if it is not there.
+    def describe(self, spare: Path) -> tuple[Path, set[str]]:
+        """A folder with config.json, and the names of the repository's files where the hub was asked for them.
 
-        No weights are fetched. Raises HubError.
+        What the cache lacks is fetched into the folder `spare`: config.json and what says how weights are quantised.
+        Raises HubError.
         """
         self._check_names()
-        if self._present(["config.json"]):
-            return self._cached("the hub is not asked")
-        return self.download(with_weights=False)
+        if self.offline or self._present(["config.json"]):
+            return self._cached("HF_HUB_OFFLINE is set"), set()
+        commit, sizes = self._listing()
+        for name in {"config.json", *QUANTISATION_FILES} & sizes.keys():
+            (spare / name).write_bytes(self._try(partial(self._read, name, commit), self.pauses))
+        return spare, set(sizes)
 
     def download(self, with_weights: bool) -> Path:
         """The folder in the cache that holds every file that is needed. Raises HubError.
@@ -191,11 +198,9 @@ class Repository:
         if self.offline:
             return self._cached("HF_HUB_OFFLINE is set")
         try:
-            sizes = self._listing()
+            _, sizes = self._listing()
         except HubUnreachable as error:
             return self._cached(str(error))
-        if "config.json" not in sizes:
-            raise HubError(f"{self.model_id} has no config.json: it is not a model that can be served")
         folder = self._fetch(sorted(name for name in sizes if TEXT_FILES.fullmatch(name)), sizes)
         if with_weights:
             self._fetch(self._weight_names(folder, sizes), sizes)
@@ -223,16 +228,30 @@ class Repository:
                 f"--revision {self.revision!r} is no branch, tag or commit: use letters, digits, . _ - and /"
             )
 
-    def _listing(self) -> dict[str, int]:
-        """Size of every file at the top of the repository."""
+    def _listing(self) -> tuple[str, dict[str, int]]:
+        """The commit, and the size of every file at the top of the repository. Raises HubError without config.json."""
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self.endpoint, token=self.token)
         info = self._try(
-            lambda: api.model_info(self.model_id, revision=self.revision, files_metadata=True, timeout=20),
+            lambda: api.model_info(self.model_id, revision=self.revision, files_metadata=True, timeout=self.timeout),
             () if self._present(["config.json"]) else self.pauses,  # with files in the cache there is no need to wait
         )
-        return {file.rfilename: file.size or 0 for file in info.siblings or [] if PLAIN_NAME.fullmatch(file.rfilename)}
+        files = info.siblings or []
+        sizes = {file.rfilename: file.size or 0 for file in files if PLAIN_NAME.fullmatch(file.rfilename)}
+        if "config.json" not in sizes:
+            raise HubError(f"{self.model_id} has no config.json: it is not a model that can be served")
+        return info.sha or "main", sizes
+
+    def _read(self, name: str, commit: str) -> bytes:
+        """A small file of the repository, past the cache."""
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+        url = hf_hub_url(self.model_id, name, revision=commit, endpoint=self.endpoint)
+        answer = get_session().get(url, headers=build_hf_headers(token=self.token), timeout=self.timeout)
+        hf_raise_for_status(answer)
+        return answer.content
 
     def _weight_names(self, folder: Path, sizes: dict[str, int]) -> list[str]:
         chosen = choose_weights(sizes)
@@ -317,6 +336,8 @@ class Repository:
                 return action()
             except (HTTPError, OSError) as error:
                 problem = self._explain(error)
+            except (ValueError, TypeError, KeyError, AttributeError):  # of JSON that is none, or of another shape
+                problem = HubUnreachable("the hub's answer cannot be read: check the network, or HF_ENDPOINT")
             if pause is None or not isinstance(problem, HubUnreachable):
                 raise problem
             self.report(f"{problem}; try {attempt + 1} of {len(pauses) + 1} in {pause:g} s")

@@ -99,6 +99,12 @@ def test_what_a_platform_says_becomes_flags(words: list[str], environ: dict[str,
     assert expected == arguments(words, environ)
 
 
+def test_sagemaker_must_name_a_model() -> None:
+    words = [sys.executable, str(ENTRY), "serve"]
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert 1 == done.returncode and done.stderr.startswith("error: `serve` needs a model: set HF_MODEL_ID")
+
+
 def test_flags_win_over_what_a_platform_says() -> None:
     found = settings(["--num-shard", "1"], {"HF_MODEL_ID": "null", "SM_NUM_GPUS": "2", "PORT": "81"})
     assert (1, "null", 8080) == (found["num_shard"], found["model_id"], found["port"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,14 @@ import pytest
 from benchmark.cost.devices import DatasheetDevice, capacity
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import shape
+from launch.commands import check as checking
 from launch.commands.check import Findings, examine, read_command, render
 from launch.compatibility import docker, peers
-from launch.compatibility.tgi import SETTINGS, Fate
+from launch.compatibility.tgi import Fate
 from launch.config import DEMO
 from launch.errors import Refusal
-from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given
+from server.checkpoint import hub
+from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given, setting_of
 from tests.ports import free_port
 from tests.running import ROOT, Server
 
@@ -38,13 +42,13 @@ def llama(tmp_path: Path) -> Path:
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    (folder / "tokenizer.json").write_text("{}")
+    shutil.copy(DEMO / "tokenizer.json", folder)
     return folder
 
 
 def check(words: Sequence[str], environ: Mapping[str, str] | None = None) -> Findings:
     """What is found of a command line, on CPUs and with any free port where it names none."""
-    return examine(*read_command(words, {"DEVICE": "cpu", "PORT": "0", **(environ or {})}))
+    return examine(read_command(words, {"DEVICE": "cpu", "PORT": "0", **(environ or {})}))
 
 
 def row(findings: Findings, name: str) -> tuple[str, str]:
@@ -54,12 +58,12 @@ def row(findings: Findings, name: str) -> tuple[str, str]:
 
 def notes_of(name: str, findings: Findings) -> list[str]:
     """The warnings that speak of a setting of TGI's."""
-    return [note for note in findings.notes if note.endswith(f"changes nothing: {SETTINGS[name].reason}")]
+    return [note for note in findings.notes if note.endswith(f"changes nothing: {setting_of(name).reason}")]
 
 
 def becomes(name: str, findings: Findings) -> None:
     """Hold what was found of one setting to what the table says of it."""
-    setting = SETTINGS[name]
+    setting = setting_of(name)
     refused = [problem for problem in findings.problems if problem.endswith(f"is refused: {setting.reason}")]
     assert (setting.fate is Fate.REFUSED) == bool(refused) and findings.problems == refused
     assert (setting.fate is Fate.IDLE) == (len(notes_of(name, findings)) == 1)
@@ -72,15 +76,23 @@ def model_for(name: str, llama: Path) -> list[str]:
     return ["--model-id", str(llama), "--random-weights"] if name.startswith("rope") else ["--model-id", str(DEMO)]
 
 
+@pytest.fixture
+def tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if OpenTelemetry were installed."""
+    monkeypatch.setattr(checking, "package_version", lambda package: "1.40")
+
+
+@pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_flag_of_tgi_starts_or_is_refused_as_the_table_says(name: str, llama: Path) -> None:
     becomes(name, check(["--", "text-generation-launcher", *model_for(name, llama), *given(name, FLAGS[name])]))
 
 
+@pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize("name", [*sorted(FLAGS.keys() - WITHOUT_VARIABLE), *VARIABLES])
 def test_every_variable_of_tgi_starts_or_is_refused_as_the_table_says(name: str, llama: Path) -> None:
     value = (FLAGS | VARIABLES)[name]
-    becomes(name, check(["--", *model_for(name, llama)], {SETTINGS[name].variable: value}))
+    becomes(name, check(["--", *model_for(name, llama)], {setting_of(name).variable: value}))
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -142,14 +154,14 @@ def test_all_problems_are_found_in_one_run(llama: Path) -> None:
     assert all(problem.startswith(start) for problem, start in zip(found.problems, expected, strict=True))
 
 
-def test_a_port_that_is_taken_is_a_problem() -> None:
-    import socket
-
+def test_a_port_that_is_taken_is_no_problem_for_the_server_that_comes_after() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        (problem,) = check(["--port", str(taken.getsockname()[1])]).problems
-    assert problem.endswith("is taken: stop the server that has it, or give another --port (0 takes a free one)")
+        port = taken.getsockname()[1]
+        found = check(["--port", str(port)])
+    assert [] == found.problems
+    assert f"port {port} is taken now: stop the server that has it first" in found.notes
 
 
 @pytest.mark.parametrize(
@@ -166,16 +178,109 @@ def test_sequences_are_as_long_as_model_and_cache_allow(more: list[str], longest
 
 
 def test_a_default_that_is_another_than_tgis_is_shown_until_it_is_given() -> None:
-    assert ("127.0.0.1", "default; TGI: 0.0.0.0") == row(check([]), "hostname")
+    found = check([])
+    assert ("127.0.0.1", "default; TGI: 0.0.0.0") == row(found, "hostname")
+    assert not {"max_batch_size", "payload_limit", "api_key"} & {name for name, _, _ in found.rows}
+    assert "no model is named" in found.notes[-1]
     assert ("5", "flag") == row(check(["--max-top-n-tokens", "5"]), "max_top_n_tokens")
 
 
-def test_a_model_of_no_family_runs_on_one_shard(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "codegen"}')
-    (tmp_path / "tokenizer.json").write_text("{}")
-    found = check(["--model-id", str(tmp_path), "--num-shard", "2"])
-    assert ["model_type 'codegen' runs on one shard only: give --num-shard 1"] == found.problems
-    assert "whether transformers has this model, and its memory" in found.unchecked
+@pytest.mark.parametrize("kind", ["qwen2_vl", "foo", None])
+def test_a_model_that_transformers_lacks_too_is_refused(kind: str | None, llama: Path) -> None:
+    (llama / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {}}))
+    (problem,) = check(["--model-id", str(llama), "--random-weights"]).problems
+    assert f"model_type {kind!r} is no language model of Lockstep's or transformers': take another" == problem
+
+
+def test_a_model_of_no_family_runs_on_one_shard_and_as_it_is(llama: Path) -> None:
+    (llama / "config.json").write_text('{"model_type": "codegen"}')
+    words = ["--num-shard", "2", "--quantize", "int8", "--weights-on-device", "100%", "--random-weights"]
+    found = check(["--model-id", str(llama), *words])
+    assert [
+        "model_type 'codegen' runs on one shard only: give --num-shard 1",
+        "model_type 'codegen' runs as it is only: leave out --quantize",
+    ] == found.problems
+    assert "whether transformers can load this model, and its memory" in found.unchecked
+
+
+def test_what_was_not_checked_is_part_of_the_verdict(llama: Path) -> None:
+    (llama / "config.json").write_text('{"model_type": "codegen"}')
+    assert render(check(["--model-id", str(llama), "--random-weights"]), 100).startswith(
+        "would start, as far as this could be checked\n"
+    )
+
+
+def test_traces_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "package_version", lambda package: "not installed")
+    (problem,) = check(["--otlp-endpoint", "http://127.0.0.1:4317"]).problems
+    assert problem.startswith("--otlp-endpoint needs opentelemetry-sdk and ") and "pip install" in problem
+
+
+def test_a_variable_that_names_a_gpu_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "has_gpu_driver", lambda: False)
+    (problem,) = check([], {"DEVICE": "auto", "CUDA_VISIBLE_DEVICES": "0"}).problems
+    assert problem.startswith("GPUs are chosen by a variable, but none is here")
+
+
+def as_nothing(path: Path) -> None:
+    path.unlink()
+
+
+def as_part(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (as_nothing, "has no tokenizer.json"),
+        (as_part, "is not JSON"),
+        (as_pipe, "is not a regular file"),
+        (as_folder, "is not a regular file"),
+    ],
+)
+def test_a_spoilt_tokenizer_is_found(spoil: Callable[[Path], None], problem: str, llama: Path) -> None:
+    spoil(llama / "tokenizer.json")
+    (found,) = check(["--model-id", str(llama), "--random-weights"]).problems
+    assert problem in found
+
+
+@pytest.mark.parametrize("option", ["--tokenizer-config-path", "--api-keys-file"])
+def test_a_file_that_is_no_json_is_found(option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{")
+    assert [True] == ["is not JSON" in problem for problem in check([option, str(tmp_path / "file")]).problems]
+
+
+@pytest.mark.parametrize("option", ["--tokenizer-config-path", "--api-keys-file", "--chat-template"])
+def test_a_pipe_is_no_file(option: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (problem,) = check([option, str(tmp_path / "pipe")]).problems
+    assert problem.endswith("which is no file: check the path")
+
+
+def test_sockets_need_a_folder() -> None:
+    (problem,) = check(["--shard-uds-path", "/no/folder/s"]).problems
+    assert problem.startswith("--shard-uds-path /no/folder/s cannot be used: /no/folder is no folder")
+
+
+def test_weights_of_fewer_layers_are_found(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO, tmp_path / "demo")
+    assert [] == check(["--model-id", str(folder)]).problems
+    config = json.loads((folder / "config.json").read_text())
+    name = next(name for name in ("num_hidden_layers", "n_layer", "num_layers") if name in config)
+    (folder / "config.json").write_text(json.dumps(config | {name: config[name] + 1}))
+    (problem,) = check(["--model-id", str(folder)]).problems
+    assert f"has weights of {config[name]} layers, but config.json says {config[name] + 1}" in problem
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
@@ -199,28 +304,51 @@ def test_the_limits_are_those_of_the_start() -> None:
     assert weights == pytest.approx(float(started["weights"].split()[0]), rel=0.02)
 
 
-@pytest.mark.parametrize(("visible", "number", "free_mib"), [(None, 1, 4000), ("0", 0, 20000)])
-def test_the_gpu_with_the_least_room_counts(
-    visible: str | None, number: int, free_mib: int, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And its cache is what `lockstep-bench plan` computes for a device of that memory."""
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is the smaller one, and another program holds most of its memory."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: L4\\nGPU 1: L4\\n' && exit\n"
-        "printf '0, NVIDIA L4, 20000, 23034\\n1, NVIDIA L4, 4000, 23034\\n'\n"
+        "printf '0, GPU-aa, NVIDIA L4, 20000, 0, 23034\\n1, GPU-bb, NVIDIA L4, 1000, 3000, 23034\\n'\n"
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    environ = {"DEVICE": "auto"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    found = check(["--model-id", str(llama), "--random-weights", "--max-concurrent-requests", "100000"], environ)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("visible", "number", "usable_mib"),
+    [
+        ({}, 1, 4000),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 0, 20000),
+        ({"NVIDIA_VISIBLE_DEVICES": "0"}, 0, 20000),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-b"}, 1, 4000),
+    ],
+)
+def test_the_gpu_with_the_least_memory_counts(
+    visible: dict[str, str], number: int, usable_mib: int, llama: Path
+) -> None:
+    """And its cache is what `lockstep-bench plan` computes for a device of that memory."""
+    words = ["--model-id", str(llama), "--random-weights", "--max-concurrent-requests", "100000"]
+    found = check(words, {"DEVICE": "auto"} | visible)
     assert [] == found.problems
-    ranks = 2 if visible is None else 1
-    assert f"free of GPU {number}, NVIDIA L4" == row(found, "memory")[1]
+    ranks = 1 if visible else 2
+    assert f"of GPU {number}, NVIDIA L4" == row(found, "memory")[1]
+    in_use = ["3.1 GB of GPU 1 are in use now, and must be free when the server starts"]
+    assert (in_use if number == 1 else []) == [note for note in found.notes if "in use" in note]
     served = ServedModel(shape(str(llama)), "bfloat16")
-    device = DatasheetDevice(1.0, 1.0, 1.0, free_mib * 2**20)
+    device = DatasheetDevice(1.0, 1.0, 1.0, usable_mib * 2**20)
     limits = Namespace(max_concurrent_requests=100_000, max_total_tokens=2048, max_batch_prefill_tokens=4096)
     planned = capacity(served, device, ranks, limits)
     assert str(planned.max_batch_total_tokens) == row(found, "max_batch_total_tokens")[0]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_that_is_not_there_is_a_problem(llama: Path) -> None:
+    words = ["--model-id", str(llama), "--random-weights"]
+    (problem,) = check(words, {"DEVICE": "auto", "CUDA_VISIBLE_DEVICES": "7"}).problems
+    assert problem.startswith("GPU 7 is chosen, but nvidia-smi has 2 GPUs")
 
 
 def test_a_model_that_does_not_fit_is_refused_with_remedies(tmp_path: Path, llama: Path) -> None:
@@ -248,9 +376,29 @@ def cached(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
 def test_a_description_in_the_cache_is_enough(tmp_path: Path) -> None:
     found = check([], cached(tmp_path, LLAMA))
     assert [] == found.problems and "dense" == row(found, "parameters")[1]
-    assert ["the weights: the first start downloads about 0.1 MB"] == [
-        re.sub(r"0\.0 MB|0\.\d MB", "0.1 MB", sentence) for sentence in found.unchecked
-    ]
+    tokenizer, weights = found.unchecked
+    assert "the tokenizer, which is not in the cache" == tokenizer
+    assert re.fullmatch(r"the weights: the first start downloads about 0\.\d MB", weights)
+
+
+def test_a_cache_that_cannot_be_made_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = cached(tmp_path, LLAMA)
+    monkeypatch.setattr(hub.Repository, "cache", property(lambda repository: Path("/proc/nope/hub")))
+    assert ["/proc/nope/hub cannot be made"] == [text.split(":")[0] for text in check([], environ).problems]
+
+
+@pytest.mark.parametrize("home", ["/proc/nope", "/dev/null"])
+def test_a_home_that_is_none_is_a_verdict(home: str) -> None:
+    done = command("--", "--port", "0", "--model-id", "a/b", HF_HOME=home, HF_ENDPOINT="http://127.0.0.1:9")
+    assert (1, "") == (done.returncode, done.stderr) and done.stdout.startswith("would not start: 1 problem\n")
+
+
+def test_standard_output_may_be_closed_or_ascii(tmp_path: Path) -> None:
+    words = ["--", "--port", "0", "--model-id", str(tmp_path / "señor"), "--device", "cpu"]
+    assert "se?or" in command(*words, PYTHONIOENCODING="ascii").stdout
+    line = [sys.executable, "launcher.py", "check", *words]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *line], cwd=ROOT, capture_output=True, text=True)
+    assert (1, "") == (done.returncode, done.stderr)
 
 
 def test_what_the_hub_was_not_asked_is_said(tmp_path: Path) -> None:
@@ -268,15 +416,15 @@ def test_what_the_hub_was_not_asked_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "arguments", "environ"),
     [
-        ("docker run IMAGE", [], {}),
+        ("docker run --gpus all IMAGE", [], {}),
         (
-            "docker run --gpus all --shm-size 1g -p 80:80 -v /tmp/x:/data IMAGE --model-id a/b",
+            "sudo -E docker run --gpus all --shm-size 1g -p 80:80 -v /tmp/x:/data IMAGE --model-id a/b",
             ["--model-id", "a/b"],
             {},
         ),
-        ("docker run --rm -it --device=/dev/kfd --group-add video --net host IMAGE:3 -e", ["-e"], {}),
+        ("docker container run --rm -it --device=/dev/kfd --group-add video --net host IMAGE:3 -e", ["-e"], {}),
         (
-            "podman run -d -e A=1 --env B=2=3 --env=C=4 -e TOKEN IMAGE",
+            "/usr/bin/podman run --gpus all -d -eA=1 --env B=2=3 --env=C=4 -e TOKEN -dp 8080:80 -p8081:81 IMAGE",
             [],
             {"A": "1", "B": "2=3", "C": "4", "TOKEN": "t"},
         ),
@@ -285,12 +433,72 @@ def test_what_the_hub_was_not_asked_is_said(tmp_path: Path) -> None:
 def test_a_docker_command_line_is_read(line: str, arguments: list[str], environ: dict[str, str]) -> None:
     found = docker.read_run(line.split(), {"TOKEN": "t", "B": "of the shell"})
     assert found is not None and found.image.startswith("IMAGE")
-    assert (arguments, environ) == (found.arguments, found.variables)
+    assert (arguments, environ, []) == (found.arguments, found.variables, found.unread)
+    assert found.ports == ({"80": "8080", "81": "8081"} if "podman" in line else {"80": "80"} if "-p" in line else {})
+    assert found.shares_network == ("--net host" in line)
 
 
-def test_a_docker_command_line_without_an_image_is_refused() -> None:
-    with pytest.raises(Refusal, match="names no image"):
-        read_command(["docker", "run", "--rm", "-p", "80:80"], {})
+def test_what_of_docker_is_not_looked_at_is_said() -> None:
+    line = "docker run --gpus device=0 --entrypoint sh -v models:/data -p 80-90:80-90 --memory=2g --name x IMAGE"
+    assert [
+        "docker's --gpus device=0",
+        "docker's --entrypoint sh",
+        "docker's -v models:/data",
+        "docker's -p 80-90:80-90",
+        "docker's --memory 2g",
+    ] == check(line.split()).unchecked[:5]
+    assert "whether the container has GPUs: there is no --gpus" in check("docker run IMAGE".split()).unchecked
+    asked = check("docker run --gpus all -e DEVICE=cpu IMAGE".split())
+    assert ["GPUs: the container is given them, but none is seen here"] == asked.unchecked
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("docker run --rm -p 80:80", "names no image"),
+        ("docker compose up", "only `docker run` can be read"),
+        ("docker run --env-file /no/file IMAGE", "--env-file /no/file cannot be read"),
+    ],
+)
+def test_a_docker_command_line_that_cannot_be_read_is_refused(line: str, sentence: str) -> None:
+    with pytest.raises(Refusal, match=sentence) as refusal:
+        read_command(line.split(), {})
+    assert 2 == refusal.value.code
+
+
+def test_variables_may_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "env").write_text("# ours\n\nA=1\nB=2\nTOKEN\n")
+    found = docker.read_run(f"docker run -e B=3 --env-file {tmp_path}/env IMAGE".split(), {"TOKEN": "t"})
+    assert found is not None and {"A": "1", "B": "3", "TOKEN": "t"} == found.variables
+
+
+def test_sagemakers_command_line_is_read_as_the_image_does(llama: Path) -> None:
+    """With the port of SageMaker among several."""
+    port = free_port()
+    line = (
+        f"docker run --gpus all -e HF_MODEL_ID=/m -e SM_NUM_GPUS=1 -p 80:80 -p {port}:8080 "
+        f"--mount type=bind,src={llama},dst=/m IMAGE serve --random-weights"
+    )
+    found = check(line.split())
+    assert ([], str(llama)) == (found.problems, row(found, "model")[0])
+    assert ("8080", str(port)) == (row(found, "port")[0], row(found, "published port")[0])
+
+
+def test_serving_on_sagemaker_needs_a_model() -> None:
+    (problem,) = check("docker run --gpus all -p 8080:8080 IMAGE serve".split()).problems
+    assert problem.startswith("`serve` needs a model: set HF_MODEL_ID")
+
+
+def test_a_container_on_the_hosts_network_has_its_own_port() -> None:
+    shared = check("docker run --gpus all --network host -e PORT=0 IMAGE".split())
+    assert not [note for note in shared.notes if "published" in note]
+    alone = check("docker run --gpus all IMAGE".split())
+    assert "port 80 of the container is not published: give -p 8080:80" in alone.notes
+
+
+@pytest.mark.parametrize("program", ["/usr/local/bin/text-generation-launcher", "-- text-generation-launcher --"])
+def test_a_program_may_have_a_path_and_dashes(program: str) -> None:
+    assert ["--port", "0"] == read_command(["--", *program.split(), "--port", "0"], {}).arguments
 
 
 def test_mounted_folders_are_found_on_the_host(llama: Path) -> None:

@@ -3,73 +3,47 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
+from launch.commands.check import known_to_transformers
 from launch.compatibility import peers
-from launch.compatibility.tgi import SETTINGS, Fate, TgiSetting
+from launch.compatibility.tgi import SETTINGS, Fate
+from server.arch.families import FAMILIES
 from tests.pages import section
 from tests.router.telemetry.test_metrics import LEFT_OUT, OURS, TGI, typed
 from tests.running import ROOT
 
-MOST_WORDS = 1300
-SETTINGS_SECTION = section("moving.md", "TGI's settings")
+PAGE = (ROOT / "docs/moving.md").read_text().replace("`", "")
 
 
-def plain(text: str) -> str:
-    """Without the marks of code."""
-    return text.replace("`", "")
-
-
-def table(text: str, heading: str) -> dict[str, str]:
-    """The rows of the table whose first column has this heading, without the marks of code."""
-    rows = re.search(rf"^\| {re.escape(heading)} \|.*\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE)
-    assert rows is not None, heading
-    return {
-        plain(first): plain(second) for first, second in re.findall(r"^\| (.*?) \| (.*) \|$", rows[1], re.MULTILINE)
-    }
-
-
-def name(setting: TgiSetting) -> str:
-    return setting.flag or setting.variable
-
-
-def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Names with the same text beside them, as one row each."""
-    names: dict[str, list[str]] = {}
-    for own, text in pairs:
-        names.setdefault(text, []).append(own)
-    return {", ".join(own): plain(text) for text, own in names.items()}
+def rows(of: str) -> dict[str, str]:
+    """The second column by each name in the first, of all tables, without the marks of code."""
+    found = re.findall(r"^\| (.*?) \| (.*) \|$", of.replace("`", ""), re.MULTILINE)
+    return {name: second for first, second in found for name in first.split(", ")}
 
 
 def test_the_page_is_short() -> None:
-    assert len((ROOT / "docs/moving.md").read_text().split()) <= MOST_WORDS
+    assert len(PAGE.split()) <= 1300
 
 
-def test_what_is_taken_is_listed() -> None:
-    listed = SETTINGS_SECTION.partition("as variables:")[2].partition("\n\n")[0]
-    taken = [name(setting) for setting in SETTINGS.values() if setting.fate is Fate.TAKEN and not setting.default]
-    assert taken == re.findall(r"`([^`]+)`", listed)
+def test_every_setting_and_option_has_its_row() -> None:
+    differ = {setting.flag or setting.variable: setting for setting in SETTINGS.values()}
+    expected = {name: s.default or s.reason for name, s in differ.items() if s.default or s.fate is not Fate.TAKEN}
+    expected |= {name: here for names, here in peers.OPTIONS.items() for name in names.split()}
+    expected = {name: text.replace("`", "") for name, text in expected.items()}
+    assert expected == {name: text for name, text in rows(PAGE).items() if name in expected}
 
 
-def test_defaults_of_tgi_are_those_of_the_table() -> None:
-    expected = grouped((name(setting), setting.default) for setting in SETTINGS.values() if setting.default)
-    assert expected == table(SETTINGS_SECTION, "TGI")
-
-
-def test_reasons_are_those_of_the_table() -> None:
-    for heading, fate in (("Changes nothing", Fate.IDLE), ("Refused", Fate.REFUSED)):
-        expected = grouped((name(setting), setting.reason) for setting in SETTINGS.values() if setting.fate is fate)
-        assert expected == table(SETTINGS_SECTION, heading)
-
-
-def test_options_of_other_servers_are_those_of_the_table() -> None:
-    rows = table(section("moving.md", "vLLM, SGLang and llama.cpp"), "Theirs")
-    assert {", ".join(names.split()): plain(here) for names, here in peers.OPTIONS.items()} == rows
+def test_families_that_are_missing_are_missing() -> None:
+    missing, _, left = section("moving.md", "TGI's models").partition("Left to `transformers`")
+    images, elsewhere = ({*re.findall(r"`(\w+)`", text)} for text in (missing.partition(")")[0], left))
+    known = known_to_transformers()
+    assert known is not None and len(images) == 8 and len(elsewhere) == 11
+    assert not images & (known | FAMILIES.keys()) and elsewhere <= known - FAMILIES.keys()
 
 
 def test_metrics_are_there_or_said_to_be_missing() -> None:
     of_tgi = section("moving.md", "TGI's answers and metrics").partition("`/metrics` has TGI's names")[2]
     assert LEFT_OUT == set(re.findall(r"`(tgi_\w+)`", of_tgi))
-    of_vllm = table(section("moving.md", "vLLM, SGLang and llama.cpp"), "`vllm:`")
+    of_vllm = rows(section("moving.md", "vLLM, SGLang and llama.cpp").partition("| `vllm:` |")[2])
     named = set(re.findall(r"tgi_\w+", " ".join(of_vllm.values())))
     assert len(named) > 10 and named <= (typed(TGI).keys() | typed(OURS).keys()) - LEFT_OUT

@@ -278,6 +278,8 @@ class FakeHub(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.faults: list[tuple[str, int]] = []  # (part of the path, status), each used once; 0 cuts the connection
         self.always: int | None = None  # status of every answer
+        self.body = b"{}"  # of it
+        self.silence = 0.0  # seconds in place of every answer
         self.gated = False
         self.requests: Counter[str] = Counter()
         self.ranges: list[str] = []
@@ -302,8 +304,11 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         self.server.requests[f"{self.command} {path}"] += 1
         self.server.tokens.add(self.headers.get("Authorization"))
+        if self.server.silence:
+            self.close_connection = True
+            return time.sleep(self.server.silence)
         if self.server.always:
-            return self.answer(self.server.always, b"{}")
+            return self.answer(self.server.always, self.server.body)
         if path.startswith("/api/models/some/model/tree/"):
             tree = [{"type": "file", "path": n, "size": len(b), "oid": "0"} for n, b in self.server.files.items()]
             return self.answer(200, json.dumps(tree).encode())
@@ -514,14 +519,39 @@ def test_offline_without_cache_says_what_to_do(download: Any) -> None:
         download(offline=True)
 
 
-def test_a_description_is_fetched_once_and_without_weights(fake_hub: FakeHub, tmp_path: Path) -> None:
+def asked(fake_hub: FakeHub, tmp_path: Path) -> tuple[Path, set[str]]:
     options = {"report": lambda sentence: None, "pauses": (), "token": None, "offline": False, "endpoint": fake_hub.url}
-    repository = Repository("some/model", None, str(tmp_path / "hub"), **options)
-    folder = repository.describe()
-    assert {"config.json", "tokenizer.json"} == {path.name for path in folder.iterdir()}
+    repository = Repository("some/model", None, str(tmp_path / "hub"), **options, timeout=0.5)
+    (tmp_path / "spare").mkdir(exist_ok=True)
+    return repository.describe(tmp_path / "spare")
+
+
+def test_of_a_description_config_json_alone_is_fetched(fake_hub: FakeHub, tmp_path: Path) -> None:
+    folder, names = asked(fake_hub, tmp_path)
+    assert (tmp_path / "spare", {*fake_hub.files}) == (folder, names)
+    assert ["config.json"] == [path.name for path in folder.iterdir()] and not (tmp_path / "hub").exists()
+
+
+def test_a_description_in_the_cache_is_not_fetched(fake_hub: FakeHub, download: Any, tmp_path: Path) -> None:
+    first = download()
     fake_hub.requests.clear()
-    assert folder == repository.describe()
+    assert (first.path, set()) == asked(fake_hub, tmp_path)
     assert not fake_hub.requests
+
+
+@pytest.mark.parametrize("answer", [b"{", b"[1]", b'{"siblings": 3}'])
+def test_an_answer_of_the_hub_that_cannot_be_read_is_a_sentence(
+    answer: bytes, fake_hub: FakeHub, tmp_path: Path
+) -> None:
+    fake_hub.always, fake_hub.body = 200, answer
+    with pytest.raises(HubError, match="the hub's answer cannot be read"):
+        asked(fake_hub, tmp_path)
+
+
+def test_a_silent_hub_is_given_up(fake_hub: FakeHub, tmp_path: Path) -> None:
+    fake_hub.silence = 2.0
+    with pytest.raises(HubError, match="the hub cannot be reached"):
+        asked(fake_hub, tmp_path)
 
 
 def test_unreachable_hub_falls_back_to_the_cache(fake_hub: FakeHub, download: Any) -> None:
