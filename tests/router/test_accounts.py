@@ -226,6 +226,16 @@ def test_no_key_takes_all_permits_where_there_are_several(tmp_path: Path) -> Non
     assert (11, 1, 2) == (alice.num_held, bob.num_held, alice.refusals["share"])
 
 
+def test_the_permits_of_several_samples_are_all_given_back(tmp_path: Path) -> None:
+    alice, _ = Accounts(None, write(tmp_path / "keys.json", ALICE, {**BOB, "weight": 1}))
+    permits = Permits(16, lambda count: 7)
+    for _ in range(2):  # what one of them kept, the next would lack
+        permits.take(9, alice)
+        permits.give_back(9, alice)
+    assert 0 == alice.num_held
+    permits.take(16)
+
+
 def test_a_newcomer_s_request_may_have_the_last_permit(tmp_path: Path) -> None:
     alice, bob = Accounts(None, write(tmp_path / "keys.json", ALICE, {**BOB, "weight": 1}))
     permits = Permits(4, lambda count: 7)
