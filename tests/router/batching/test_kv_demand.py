@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from router.batching.batcher import Batcher
 from router.scheduling.fairness import MIN_ADVANCE, sent_away
+from router.scheduling.forecast import Forecast
+from router.scheduling.plan import StepPlan
 from router.scheduling.request import Entry, Finished, Scheduled, Token, ValidRequest
 from router.scheduling.scheduler import Scheduler
 from tests.router.batching.test_batcher import is_clean
@@ -120,9 +122,12 @@ def test_the_youngest_of_the_greediest_leaves_and_never_the_first_of_all() -> No
     first, second = Asking("a", 60, arrival=1), Asking("b", 20, arrival=2)
     third, fourth = Asking("b", 20, arrival=4), Asking("b", 20, arrival=3)
     batch = [first, second, third, fourth]
-    assert third is sent_away(batch, ledger_of(first, Asking("b", 100), *batch[1:]))
-    assert None is sent_away([first], ledger_of(first))
-    assert None is sent_away([first, replace(second, may_be_preempted=False)], ledger_of(first, second))
+    ledger = ledger_of(first, Asking("b", 100), *batch[1:])
+    assert [third] == sent_away(batch, ledger, bool)
+    assert [third, fourth] == sent_away(batch, ledger, lambda leaving: len(leaving) == 2)
+    assert [] == sent_away(batch, ledger, lambda leaving: len(leaving) == 4)
+    assert [] == sent_away([first], ledger_of(first), bool)
+    assert [] == sent_away([first, replace(second, may_be_preempted=False)], ledger_of(first, second), bool)
 
 
 def test_without_a_block_a_sequence_lets_steps_pass_until_another_may_leave() -> None:
@@ -132,18 +137,84 @@ def test_without_a_block_a_sequence_lets_steps_pass_until_another_may_leave() ->
     scheduler.add(old)
     scheduler.add(young)
     assert scheduler.forecast is not None
-    held, sent = 0, 0
+    held, sent, num_blocks = 0, 0, 0
     for _ in range(400):
         if (plan := scheduler.plan()) is None:
             break
         held += old.id in plan.held
         sent += len(plan.preempted)
+        num_blocks += sum(map(len, plan.grown.values()))
         scheduler.computed(plan)
         for entry in plan.concerned.values():
             if not entry.num_prompt_left and entry.num_scheduled > len(entry.generated_ids):
                 scheduler.delivered(entry, 1)
     assert (80, 80) == (len(old.generated_ids), len(young.generated_ids))
     assert sent == young.num_preempted > 0 == old.num_preempted and not scheduler.running
+    assert (sent, num_blocks) == (scheduler.forecast.counts.num_sent_away, scheduler.forecast.counts.blocks_given)
+
+
+def test_what_is_owed_is_no_more_than_the_cache_and_not_forgiven_by_its_own_computation() -> None:
+    forecast: Forecast[Scheduled] = Forecast(16, 1)
+    for _ in range(50):
+        forecast.came_back(100, 1000)
+    assert 1000 == forecast.owed
+    forecast.planned(StepPlan(1, prefill_tokens=50_000))
+    assert 0 == forecast.owed
+    forecast.came_back(100, 1000)
+    forecast.planned(StepPlan(2, prefill_tokens=100))
+    assert pytest.approx(100) == forecast.owed
+
+
+@pytest.mark.parametrize(("written", "num_outgrown"), [(19, 0), (20, 1), (30, 1)])
+def test_an_answer_is_outgrown_if_it_is_longer_than_was_expected_first(written: int, num_outgrown: int) -> None:
+    """Also where it ends on the blocks that it had anyway."""
+    scheduler: Scheduler[Scheduled] = Scheduler(replace(LIMITS, kv_admission="demand"))
+    assert scheduler.forecast is not None
+    history = scheduler.forecast._lengths.of("", "")
+    for _ in range(60):
+        history.began()
+        history.came(0, 18)
+        history.ended(18)
+    entry, level = Scheduled(scheduler.new_id(), ValidRequest([1], 60)), history.level
+    scheduler.add(entry)
+    while len(entry.generated_ids) < written:
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.computed(plan)
+        scheduler.delivered(entry, 1)
+    scheduler.finished(entry, is_cut=False)
+    assert 19 == entry.first_expected
+    assert num_outgrown == scheduler.forecast.counts.num_outgrown == (history.level > level)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_who_joins_is_found_in_few_looks_and_not_looked_for_in_every_step(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    has_room = Forecast._has_room
+
+    def counted(forecast: Forecast[Any], *args: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return has_room(forecast, *args)
+
+    monkeypatch.setattr(Forecast, "_has_room", counted)
+    size = {"max_batch_total_tokens": 40_000, "num_blocks": 10_000, "max_batch_prefill_tokens": 10_000}
+    limits = replace(LIMITS, kv_admission="demand", max_waiting_tokens=1000, waiting_served_ratio=ratio, **size)
+    scheduler: Scheduler[Scheduled] = Scheduler(limits)
+    for _ in range(1000):
+        scheduler.add(Scheduled(scheduler.new_id(), ValidRequest([1, 2, 3], 200)))
+    plan = scheduler.plan()
+    assert plan is not None and 200 < len(plan.admitted) < 1000 and looks <= 20
+    num_looks = looks
+    for _ in range(40):
+        scheduler.computed(plan)
+        for entry in plan.concerned.values():
+            scheduler.delivered(entry, 1)
+        plan = scheduler.plan()
+        assert plan is not None and not plan.admitted
+    assert looks - num_looks <= (10 if ratio == 0 else 100)
 
 
 async def test_two_do_not_wait_for_each_other_where_a_grammar_forces_more_than_a_sequence_has_room_for() -> None:
