@@ -45,7 +45,7 @@ class Limits:
     pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
     num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False
-    kv_admission: str = "reserve"  # whether KV blocks are given as sequences grow, or all at once
+    kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
 

@@ -343,9 +343,13 @@ class Scheduler(Generic[S]):
         limits, size = self.limits, entry.request.size(new_tokens=self._first_grant(entry))
         has_place = limits.max_batch_size is None or len(self.running) - len(leaving) < limits.max_batch_size
         fits = has_place and self._is_free(size.tokens, size.blocks(limits.block_size), leaving)
-        if not fits or self.forecast is None or len(self.running) == len(leaving):  # one alone always fits
-            return fits
-        return self.forecast.fits(entry, limits.max_batch_total_tokens, leaving)
+        return fits and self._is_expected_to_fit(entry, leaving)
+
+    def _is_expected_to_fit(self, entry: S, leaving: Collection[S]) -> bool:
+        """Whether it fits until all have ended, without `leaving`. One alone always does."""
+        if self.forecast is None or len(self.running) == len(leaving):
+            return True
+        return self.forecast.fits(entry, self.limits.max_batch_total_tokens, leaving)
 
     def _num_expected(self, waiting: Sequence[S], known: int, num: int) -> int:
         """How many of the first `num` of these fit until all have ended, where `known` do. One alone always does."""

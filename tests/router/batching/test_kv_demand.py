@@ -104,7 +104,7 @@ async def test_one_block_after_another_costs_no_more_steps_than_all_at_once() ->
         num_steps = len(at_work.shards.requests)
         grown = [step for step in at_work.shards.requests if step.grown_ids]
         assert 5 <= len(grown) <= 8  # all four together, as often as a block is full
-    async with running() as other:
+    async with running(kv_admission="reserve") as other:
         await together(other, [request_of(5, 100, n) for n in range(4)])
     assert len(other.shards.requests) == num_steps
 
