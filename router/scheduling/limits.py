@@ -80,8 +80,8 @@ class Room:
 
         Shards that are started again may find less memory, and a limit that clients were told does not change.
         """
-        fitting = min(self.cache_tokens, self.sequence_tokens)
-        return fitting - (fitting // KEPT_BACK if is_inferred else 0)
+        kept_back = self.cache_tokens // KEPT_BACK if is_inferred else 0
+        return min(self.cache_tokens - kept_back, self.sequence_tokens)
 
 
 def derive_lengths(
