@@ -70,6 +70,27 @@ async def test_what_is_asked_for_and_not_written_keeps_nobody_waiting() -> None:
     assert is_clean(at_work)
 
 
+@pytest.mark.parametrize("kv_admission", ["demand", "reserve"])
+async def test_who_asks_for_all_that_fits_does_not_wait_for_thirty_that_run(kv_admission: str) -> None:
+    """Without `max_tokens` a request asks for the longest sequence, which nearly is the whole cache."""
+    limits = {**DEMAND, "kv_admission": kv_admission, "max_total_tokens": 1024, "max_batch_total_tokens": 1100}
+    async with running(**limits) as at_work:
+        if kv_admission == "demand":
+            expects_little(at_work.batcher, length=8)
+        entries = [at_work.batcher.submit(request_of(3, 20, n)) for n in range(1, 31)]
+        await asyncio.gather(*(entry.events.get() for entry in entries))
+        num_steps = len(at_work.traces)
+        longest = at_work.batcher.submit(request_of(4, 1020))
+        await longest.events.get()
+        waited = len(at_work.traces) - num_steps
+        assert (waited <= 4) == (kv_admission == "demand"), waited
+        longest.cancelled = True
+        assert [tokens_alone(entry.request)[1:] for entry in entries] == await asyncio.gather(
+            *map(token_ids_of, entries)
+        )
+    assert is_clean(at_work)
+
+
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("decoder_start", [None, 7])
 async def test_who_is_sent_away_comes_back_with_the_very_same_tokens(
