@@ -208,14 +208,14 @@ class RouterConfig:
         },
     )
     kv_admission: str = field(
-        default="reserve",
+        default="demand",
         metadata={
             "help": "When a request gets its KV blocks. demand: as it grows; it joins the batch once what it is "
             "expected to need fits, which is learnt from the answers of its API key and route, and where blocks run "
             "out, the youngest request of the greediest key pauses and goes on later with the same tokens. reserve: "
             "at once for its prompt and all of its `max_new_tokens`, so that nothing that runs ever pauses.",
             "choices": KV_ADMISSIONS,
-            "when": "demand, where clients ask for many more tokens than they get, as agents do.",
+            "when": "reserve, where no stream may pause and clients ask for about as many tokens as they get.",
         },
     )
     max_waiting_tokens: int = field(

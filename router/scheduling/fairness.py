@@ -219,17 +219,24 @@ def preempted_for(head: C, running: Sequence[C], ledger: Ledger, fits: Callable[
     return []
 
 
-def sent_away(running: Sequence[C], ledger: Ledger) -> C | None:
-    """Who leaves when KV blocks run out: of the key that holds most for its weight, whoever came last.
+def sent_away(running: Sequence[C], ledger: Ledger, fits: Callable[[Sequence[C]], bool]) -> list[C]:
+    """Who leaves when KV blocks run out: of the key that holds most for its weight, whoever came last, and so on.
 
-    Never whoever came first of all, so that one request always gets on; None where the others have not got on since
-    they last made room.
+    Never whoever came first of all, so that one request always gets on; nobody where all would not be enough that have
+    got on since they last made room. fits: whether these are enough.
     """
-    if not running:
-        return None
-    first = min(running, key=lambda one: one.arrival)
+    first = min(running, key=lambda one: one.arrival, default=None)
     candidates = [one for one in running if one is not first and one.may_be_preempted]
-    return max(candidates, key=lambda one: (ledger.level(one.owner), one.arrival), default=None)
+    levels = {owner: ledger.level(owner) for owner in {one.owner for one in candidates}}
+    chosen: list[C] = []
+    while candidates:
+        victim = max(candidates, key=lambda one: (levels[one.owner], one.arrival))
+        candidates.remove(victim)
+        levels[victim.owner] -= ledger.share(victim.claim, 1) / ledger.holding(victim.owner).weight
+        chosen.append(victim)
+        if fits(chosen):
+            return chosen
+    return []
 
 
 def _can_spare(victim: Claimant, held: float, head: Claimant, ledger: Ledger) -> bool:

@@ -9,6 +9,7 @@ than MOST_AGAIN of them. Left out: blocks, and who is sent away (`scheduler.py`)
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic
@@ -47,7 +48,8 @@ class Forecast(Generic[S]):
         self._step = 1 / num_lanes  # of a sequence, for each step: the lanes take turns
         self._lengths = AnswerLengths()
         self._outlook: Outlook[S] = Outlook()
-        self._refused: tuple[S | None, int, float] = None, 0, 0.0  # who did not fit, at which version and time
+        # Whose turn it was when some did not fit, how many did, and the version and time of the outlook.
+        self._refused: tuple[S | None, int, int, float] = None, 0, 0, 0.0
 
     def expect(self, entry: S) -> None:
         """Say how long it becomes, by all that is known now."""
@@ -72,9 +74,7 @@ class Forecast(Generic[S]):
         That is asked where it has become longer than it was expected to, and at some lengths on the way.
         """
         has_passed = self._count(entry, entry.num_written)
-        if entry.expected <= entry.num_reached:
-            entry.is_outgrown = True
-        elif not has_passed:
+        if entry.expected > entry.num_reached and not has_passed:
             return False
         self.expect(entry)
         self._outlook.set(entry, self._course(entry))
@@ -88,9 +88,11 @@ class Forecast(Generic[S]):
         self._count(entry, written)
         if not is_cut:
             history.ended(written)
-        history.judged(was_outgrown=entry.is_outgrown)
+        # By what was said first: what is said on the way follows the answer, and is seldom wrong.
+        was_outgrown = written > entry.first_expected
+        history.judged(was_outgrown=was_outgrown)
         counts.num_answers += 1
-        counts.num_outgrown += entry.is_outgrown
+        counts.num_outgrown += was_outgrown
         counts.expected_tokens += entry.first_expected
         counts.error_tokens += abs(written - entry.first_expected)
 
@@ -102,21 +104,36 @@ class Forecast(Generic[S]):
         entry.num_counted = written
         return True
 
-    def fits(self, joining: Sequence[S], most_tokens: int, leaving: Collection[S] = ()) -> bool:
-        """Whether the cache, which holds `most_tokens`, has room for these until all have ended."""
-        head, outlook = joining[0], self._outlook
-        for key in outlook.overdue():
-            outlook.set(key, self._course(key))
-        held_back = min(self.owed, MOST_HELD_BACK * most_tokens)
-        fits = outlook.peak([self._course(entry) for entry in joining], leaving) + held_back <= most_tokens
-        if not (fits or leaving) and len(joining) == 1:
-            self._refused = head, outlook.version, outlook.now
-        return fits
+    def fits(self, joining: S, most_tokens: int, leaving: Collection[S]) -> bool:
+        """Whether the cache, which holds `most_tokens`, has room for it until all but `leaving` have ended."""
+        self._look_again()
+        return self._has_room([self._course(joining)], most_tokens, leaving)
 
-    def is_refused(self, head: S) -> bool:
-        """Whether it did not fit alone a few steps ago, and none has come or left since then."""
-        refused, version, looked_at = self._refused
-        return refused is head and version == self._outlook.version and self._outlook.now < looked_at + LOOKS
+    def num_fitting(self, joining: Sequence[S], known: int, most_tokens: int) -> int:
+        """How many of these, from the first on, the cache has room for until all have ended: `known` at least."""
+        self._look_again()
+        courses = [self._course(entry) for entry in joining]
+        if self._has_room(courses, most_tokens):
+            return len(courses)
+        # The peak never falls with another one, so that a few looks find how many are too many.
+        num_more = range(known + 1, len(courses))
+        num = known + bisect_left(num_more, True, key=lambda num: not self._has_room(courses[:num], most_tokens))
+        self._refused = joining[0], num, self._outlook.version, self._outlook.now
+        return num
+
+    def is_refused(self, head: S, num: int) -> bool:
+        """Whether so many did not fit a few steps ago, `head` first, and none has come or left since then."""
+        refused, num_fitting, version, looked_at = self._refused
+        is_recent = version == self._outlook.version and self._outlook.now < looked_at + LOOKS
+        return refused is head and num_fitting < num and is_recent
+
+    def _look_again(self) -> None:
+        for key in self._outlook.overdue():
+            self._outlook.set(key, self._course(key))
+
+    def _has_room(self, joining: Sequence[Course], most_tokens: int, leaving: Collection[S] = ()) -> bool:
+        held_back = min(self.owed, MOST_HELD_BACK * most_tokens)
+        return self._outlook.peak(joining, leaving) + held_back <= most_tokens
 
     def _course(self, entry: S) -> Course:
         request = entry.request
@@ -130,7 +147,11 @@ class Forecast(Generic[S]):
         if self.owed:
             self.owed = max(0.0, self.owed - MOST_AGAIN * (len(plan.decoding) + plan.prefill_tokens))
 
-    def came_back(self, num_tokens: int) -> None:
-        """So many tokens of one that was sent away are computed again."""
+    def came_back(self, num_tokens: int, most_tokens: int) -> None:
+        """So many tokens of one that was sent away are computed again. most_tokens: that the cache holds.
+
+        No more than those are owed, or a surprise would be felt long after it.
+        """
         self.counts.tokens_again += num_tokens
-        self.owed += num_tokens
+        not_forgiven = num_tokens * (1 + MOST_AGAIN)  # by their own computation
+        self.owed = min(self.owed + not_forgiven, float(most_tokens))

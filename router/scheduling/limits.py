@@ -45,7 +45,7 @@ class Limits:
     pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
     num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False
-    kv_admission: str = "reserve"  # whether KV blocks are given as sequences grow, or all at once
+    kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
 
@@ -80,8 +80,8 @@ class Room:
 
         Shards that are started again may find less memory, and a limit that clients were told does not change.
         """
-        fitting = min(self.cache_tokens, self.sequence_tokens)
-        return fitting - (fitting // KEPT_BACK if is_inferred else 0)
+        kept_back = self.cache_tokens // KEPT_BACK if is_inferred else 0
+        return min(self.cache_tokens - kept_back, self.sequence_tokens)
 
 
 def derive_lengths(

@@ -32,7 +32,7 @@ class Outlook(Generic[K]):
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.version = 0  # another one whenever the peak may have changed
+        self.version = 0  # another one whenever a sequence has come or left
         self._courses: dict[K, Course] = {}
         self._ends: list[float] = []  # ascending …
         self._bases: list[float] = []  # … and the base of each
@@ -43,14 +43,17 @@ class Outlook(Generic[K]):
 
     def set(self, key: K, course: Course) -> None:
         """The sequence with this name goes on so from now on."""
-        self.remove(key)
+        if (before := self._courses.get(key)) is None:
+            self.version += 1
+        else:
+            _take(self._ends, self._bases, before)
         self._courses[key] = course
         _insert(self._ends, self._bases, course)
 
     def remove(self, key: K) -> None:
         """It has left, if it was there."""
-        self.version += 1
         if (course := self._courses.pop(key, None)) is not None:
+            self.version += 1
             _take(self._ends, self._bases, course)
 
     def overdue(self) -> list[K]:

@@ -21,7 +21,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -76,33 +76,41 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def next_batch(waiting: Iterable[RequestSize], budget: Budget, min_size: int | None) -> list[int]:
+def next_batch(
+    waiting: Iterable[RequestSize],
+    budget: Budget,
+    min_size: int | None,
+    num_expected: Callable[[int, int], int] = max,
+) -> list[int]:
     """The first prompt chunk of each request to admit now, from the head of the queue; empty: admit none.
 
-    `waiting` may be lazy: nothing beyond the first request that does not fit is looked at, except to count up to
-    `min_size`.
+    `waiting` may be lazy: nothing beyond the first request that does not fit is looked at. num_expected: given two
+    numbers of requests from the head, of which the first fit until all have ended, how many do up to the second. It is
+    asked of twice as many each time, and only of what fits into `budget`.
     """
-    rest = iter(waiting)
-    first = list(itertools.islice(rest, min_size or 0))
-    if min_size is not None and len(first) < min_size:
-        return []
-    chunks = _fitting_chunks(itertools.chain(first, rest), budget)
-    return chunks if min_size is None or len(chunks) >= min_size else []
+    least, chunks = min_size or 0, list[int]()
+    fitting = _fitting_chunks(waiting, budget)
+    while more := list(itertools.islice(fitting, max(least - len(chunks), len(chunks), 1))):
+        known = len(chunks)
+        chunks += more
+        if len(chunks) < least or (num_joining := num_expected(known, len(chunks))) < least:
+            return []
+        if num_joining < len(chunks):
+            return chunks[:num_joining]
+    return chunks
 
 
-def _fitting_chunks(waiting: Iterable[RequestSize], budget: Budget) -> list[int]:
+def _fitting_chunks(waiting: Iterable[RequestSize], budget: Budget) -> Iterator[int]:
     prefill, tokens, blocks = budget.prefill_tokens, budget.tokens, budget.blocks
-    chunks: list[int] = []
-    for size in waiting:
+    for num_before, size in enumerate(waiting):
         tokens -= size.tokens
         blocks -= size.blocks(budget.block_size)
-        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or prefill < size.least_prefill:
-            break
-        chunks.append(min(size.prefill, prefill))
+        if num_before == budget.places or tokens < 0 or blocks < 0 or prefill < size.least_prefill:
+            return
+        yield min(size.prefill, prefill)
         prefill -= size.prefill
         if prefill < 0:  # this one starts with a chunk: the step is full
-            break
-    return chunks
+            return
 
 
 def min_size(running: int, steps_since_admission: int, ratio: float, max_waiting_tokens: int) -> int | None:

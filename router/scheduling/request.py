@@ -227,8 +227,7 @@ class Scheduled:
     num_lost: int = 0  # Tokens that were computed when it last made room.
     arrival: int = 0  # Its place among all requests that came.
     expected: int = 0  # Generated tokens that it is expected to get: all that it asks for, or what was learnt.
-    first_expected: int = 0  # The same when it was first admitted …
-    is_outgrown: bool = False  # … and whether it has got more.
+    first_expected: int = 0  # The same when it was first admitted.
     num_counted: int | None = None  # Generated tokens that expectations have learnt from; None: nothing yet.
 
     # Of its sequence on the shards, which `begin_sequence` starts over:

@@ -341,18 +341,21 @@ class Scheduler(Generic[S]):
     def _has_room(self, entry: S, leaving: Sequence[S] = ()) -> bool:
         """Whether a waiting request fits into the batch once `leaving` have left it."""
         limits, size = self.limits, entry.request.size(new_tokens=self._first_grant(entry))
-        tokens = limits.max_batch_total_tokens - self.reserved_tokens
-        tokens += sum(one.request.input_length + one.granted for one in leaving)
-        blocks = self._cache.pool.num_free + self._cache.pool.num_freed_by(one.blocks for one in leaving)
         has_place = limits.max_batch_size is None or len(self.running) - len(leaving) < limits.max_batch_size
-        fits = has_place and size.tokens <= tokens and size.blocks(limits.block_size) <= blocks
-        return fits and self._is_expected_to_fit([entry], leaving)
+        fits = has_place and self._is_free(size.tokens, size.blocks(limits.block_size), leaving)
+        return fits and self._is_expected_to_fit(entry, leaving)
 
-    def _is_expected_to_fit(self, joining: Sequence[S], leaving: Collection[S] = ()) -> bool:
-        """Whether these fit until all have ended. One alone always does."""
-        if self.forecast is None or len(self.running) - len(leaving) + len(joining) == 1:
+    def _is_expected_to_fit(self, entry: S, leaving: Collection[S]) -> bool:
+        """Whether it fits until all have ended, without `leaving`. One alone always does."""
+        if self.forecast is None or len(self.running) == len(leaving):
             return True
-        return self.forecast.fits(joining, self.limits.max_batch_total_tokens, leaving)
+        return self.forecast.fits(entry, self.limits.max_batch_total_tokens, leaving)
+
+    def _num_expected(self, waiting: Sequence[S], known: int, num: int) -> int:
+        """How many of the first `num` of these fit until all have ended, where `known` do. One alone always does."""
+        if self.forecast is None:
+            return num
+        return self.forecast.num_fitting(waiting[:num], known or not self.running, self.limits.max_batch_total_tokens)
 
     def _first_grant(self, entry: S) -> int:
         """For how many generated tokens a request has room when it joins."""
@@ -386,27 +389,44 @@ class Scheduler(Generic[S]):
         assert self.forecast is not None
         counts, needed = self.forecast.counts, entry.num_reached + 1
         counts.blocks_asked += 1
-        while not self._give(entry, needed, grown):
-            if (leaving := self._who_leaves(entry)) is None:
-                counts.num_waits += 1
-                self._lacks_blocks = True
-                return
+        if self._give(entry, needed, grown):
+            return
+        if not (leaving := self._who_leaves(entry, needed)):
+            counts.num_waits += 1
+            self._lacks_blocks = True
+            return
+        for one in leaving:
             counts.num_sent_away += 1
-            grown.pop(leaving.id, None)
-            away[self._send_away(leaving)] = leaving
-            if leaving is entry:
-                return
+            counts.blocks_given -= len(grown.pop(one.id, ()))
+            away[self._send_away(one)] = one
+        if entry not in leaving:
+            was_enough = self._give(entry, needed, grown)
+            assert was_enough
 
-    def _who_leaves(self, entry: S) -> S | None:
-        """Who makes room for a sequence where blocks run out; None: nobody may be sent away at the moment.
+    def _who_leaves(self, entry: S, new_tokens: int) -> list[S]:
+        """Who makes room for a sequence where blocks run out, itself alone if it is among them; empty: it waits.
 
-        Where nobody else may, one that lacks room for what its grammar forces leaves itself: when it comes back it has
+        Where others are not enough, one that lacks room for what its grammar forces leaves: when it comes back it has
         room for that and more. Else it might wait for others that wait for it.
         """
         staying = [one for one in self.running.values() if not one.is_leaving]
-        if (leaving := sent_away(staying, self.ledger)) is not None or entry.num_known < entry.granted:
-            return leaving
-        return None if entry is min(staying, key=lambda one: one.arrival) else entry
+        tokens, blocks = self._missing(entry, new_tokens)
+
+        def is_enough(leaving: Sequence[S]) -> bool:
+            return entry in leaving or self._is_free(tokens, blocks, leaving)
+
+        leaving = sent_away(staying, self.ledger, is_enough)
+        is_oldest = entry is min(staying, key=lambda one: one.arrival)
+        if entry in leaving or not (leaving or entry.num_known < entry.granted or is_oldest):
+            return [entry]
+        return leaving
+
+    def _is_free(self, tokens: int, blocks: int, leaving: Sequence[S]) -> bool:
+        """Whether there are so many tokens and blocks once `leaving` have left."""
+        tokens -= sum(one.request.input_length + one.granted for one in leaving)
+        blocks -= self._cache.pool.num_freed_by(one.blocks for one in leaving)
+        free_tokens = self.limits.max_batch_total_tokens - self.reserved_tokens
+        return tokens <= free_tokens and blocks <= self._cache.pool.num_free
 
     def _give_ahead(self, running: Iterable[S], grown: dict[int, Sequence[int]]) -> None:
         """Have all be provided for as many steps as a block lasts, so that those steps can be repetitions."""
@@ -420,14 +440,11 @@ class Scheduler(Generic[S]):
     def _give(self, entry: S, new_tokens: int, grown: dict[int, Sequence[int]]) -> bool:
         """Give a sequence blocks for so many generated tokens, or all that it may get; whether there were enough."""
         assert self.forecast is not None
-        limits, request = self.limits, entry.request
-        granted = request.filled_up(min(new_tokens, request.max_new_tokens), limits.block_size)
-        more = granted - entry.granted
-        count = blocks_for(more, limits.block_size)  # what it was granted before has filled its last block
-        if more > limits.max_batch_total_tokens - self.reserved_tokens or count > self._cache.pool.num_free:
+        more, count = self._missing(entry, new_tokens)
+        if not self._is_free(more, count, ()):
             return False
         self.reserved_tokens += more
-        entry.granted = granted
+        entry.granted += more
         if count:
             blocks = self._cache.pool.allocate(count)
             entry.blocks += blocks
@@ -437,6 +454,12 @@ class Scheduler(Generic[S]):
         if self.forecast.grown(entry):
             self.ledger.outgrown(entry.owner, entry.expected - expected)
         return True
+
+    def _missing(self, entry: S, new_tokens: int) -> tuple[int, int]:
+        """Tokens and blocks that a sequence lacks for so many generated tokens, or for all that it may get."""
+        block_size = self.limits.block_size
+        more = entry.request.filled_up(min(new_tokens, entry.request.max_new_tokens), block_size) - entry.granted
+        return more, blocks_for(more, block_size)  # what it was granted before has filled its last block
 
     def _next_in_turn(self) -> S | None:
         """Between several keys, the waiting request that is admitted next."""
@@ -495,7 +518,8 @@ class Scheduler(Generic[S]):
             return []
         seen: list[S] = []
         found: list[Found] = []
-        chunks = next_batch(self._sizes(candidates, seen, found), budget, minimum)
+        sizes = self._sizes(candidates, max(1, minimum or 0), seen, found)
+        chunks = next_batch(sizes, budget, minimum, partial(self._num_expected, seen))
         admitted = seen[: len(chunks)]
         take_from(self.waiting, admitted)
         # All found blocks are held before any is allocated: else one that a later request shares could be given away.
@@ -505,17 +529,18 @@ class Scheduler(Generic[S]):
             self._reserve(lane, entry, one)
         return list(zip(admitted, chunks, strict=True))
 
-    def _sizes(self, entries: Iterable[S], seen: list[S], found: list[Found]) -> Iterator[RequestSize]:
-        """What each of `entries` needs; it is appended to `seen`, and what holds its beginning to `found`."""
+    def _sizes(self, entries: Iterable[S], least: int, seen: list[S], found: list[Found]) -> Iterator[RequestSize]:
+        """What each of `entries` needs; it is appended to `seen`, and what holds its beginning to `found`.
+
+        Nothing if `least` of them did not fit a moment ago.
+        """
         block_size = self.limits.block_size
         for entry in entries:
             # The last token before forced ones is computed in any case: it yields the next logits.
             if self.forecast is not None:
-                if not seen and self.forecast.is_refused(entry):
+                if not seen and self.forecast.is_refused(entry, least):
                     return
                 self.forecast.expect(entry)
-                if not self._is_expected_to_fit([*seen, entry]):
-                    return
             seen.append(entry)
             most = (entry.num_prompt_left - len(entry.forced) - 1) // block_size
             found.append(self._cache.find(entry, most))
@@ -530,7 +555,8 @@ class Scheduler(Generic[S]):
         if self.forecast is not None:
             self.forecast.admitted(entry)
             if entry.num_lost:
-                self.forecast.came_back(max(0, entry.num_lost - entry.num_prompt_scheduled))
+                num_again = max(0, entry.num_lost - entry.num_prompt_scheduled)
+                self.forecast.came_back(num_again, self.limits.max_batch_total_tokens)
                 entry.num_lost = 0
         self.running[entry.id] = entry
         entry.lane = lane.number

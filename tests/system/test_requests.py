@@ -37,7 +37,7 @@ def test_web_pages_of_others_get_nothing(server: Server) -> None:
 def test_long_prompts_are_refused_while_a_stream_goes_on(server: Server) -> None:
     """Of two megabytes each, by their characters; and by its tokens one that is as long as `truncate` allows."""
     stream = {**body("a", max_new_tokens=2000), "stream": True}
-    long = [body(WORDS), body(WORDS, truncate=10), body(WORDS[:53_248], truncate=10, max_new_tokens=10**6)]
+    long = [body(WORDS), body(WORDS, truncate=10), body(WORDS[:212_940], truncate=10, max_new_tokens=10**6)]
     with ThreadPoolExecutor(5) as pool, httpx2.stream("POST", f"{server.url}/", json=stream, timeout=60) as streamed:
         lines = (line for line in streamed.iter_lines() if line.startswith("data: "))
         next(lines)
@@ -49,7 +49,7 @@ def test_long_prompts_are_refused_while_a_stream_goes_on(server: Server) -> None
         assert answer.status_code == 422
         assert_is_clean_answer(answer.headers["content-type"], answer.content)
     assert "Given: 1900000 characters" in by_characters.json()["error"] and "1900000" in tokenize.json()["error"]
-    assert "at most 53248 characters if `truncate` is set" in truncated.json()["error"]
+    assert "at most 212940 characters if `truncate` is set" in truncated.json()["error"]
     assert "10 `inputs` tokens and 1000000 `max_new_tokens`" in by_tokens.json()["error"]
     assert json.loads(last.removeprefix("data: "))["generated_text"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -32,18 +33,24 @@ class NowFitting(Scheduler[Simulated]):
 
     watermark = 0.0
 
-    def _is_expected_to_fit(self, joining: Sequence[Simulated], leaving: Collection[Simulated] = ()) -> bool:
-        if not self.running:
-            return True
-        size = self.limits.block_size
-        blocks = sum(one.request.size(new_tokens=self._first_grant(one)).blocks(size) for one in joining)
-        return self.num_free_blocks - blocks >= self.watermark * self.limits.num_blocks
+    def _is_expected_to_fit(self, entry: Simulated, leaving: Collection[Simulated]) -> bool:
+        return self._num_expected([entry], 0, 1) == 1
+
+    def _num_expected(self, waiting: Sequence[Simulated], known: int, num: int) -> int:
+        size, free = self.limits.block_size, self.num_free_blocks - self.watermark * self.limits.num_blocks
+        blocks = [one.request.size(new_tokens=self._first_grant(one)).blocks(size) for one in waiting[:num]]
+        return max(not self.running, sum(sum_ <= free for sum_ in accumulate(blocks)))
 
     def _first_grant(self, entry: Simulated) -> int:
         return entry.request.filled_up(entry.num_known + 1, self.limits.block_size)
 
-    def _who_leaves(self, entry: Simulated) -> Simulated | None:
-        return next(reversed(self.running.values()))
+    def _who_leaves(self, entry: Simulated, new_tokens: int) -> list[Simulated]:
+        missing, leaving = self._missing(entry, new_tokens), list[Simulated]()
+        for one in reversed(self.running.values()):
+            leaving.append(one)
+            if one is entry or self._is_free(*missing, leaving):
+                break
+        return leaving
 
     def _give_ahead(self, running: Iterable[Simulated], grown: Any) -> None:
         return

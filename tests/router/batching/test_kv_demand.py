@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from router.batching.batcher import Batcher
 from router.scheduling.fairness import MIN_ADVANCE, sent_away
+from router.scheduling.forecast import Forecast
+from router.scheduling.plan import StepPlan
 from router.scheduling.request import Entry, Finished, Scheduled, Token, ValidRequest
 from router.scheduling.scheduler import Scheduler
 from tests.router.batching.test_batcher import is_clean
@@ -68,6 +70,27 @@ async def test_what_is_asked_for_and_not_written_keeps_nobody_waiting() -> None:
     assert is_clean(at_work)
 
 
+@pytest.mark.parametrize("kv_admission", ["demand", "reserve"])
+async def test_who_asks_for_all_that_fits_does_not_wait_for_thirty_that_run(kv_admission: str) -> None:
+    """Without `max_tokens` a request asks for the longest sequence, which nearly is the whole cache."""
+    limits = {**DEMAND, "kv_admission": kv_admission, "max_total_tokens": 1024, "max_batch_total_tokens": 1100}
+    async with running(**limits) as at_work:
+        if kv_admission == "demand":
+            expects_little(at_work.batcher, length=8)
+        entries = [at_work.batcher.submit(request_of(3, 20, n)) for n in range(1, 31)]
+        await asyncio.gather(*(entry.events.get() for entry in entries))
+        num_steps = len(at_work.traces)
+        longest = at_work.batcher.submit(request_of(4, 1020))
+        await longest.events.get()
+        waited = len(at_work.traces) - num_steps
+        assert (waited <= 4) == (kv_admission == "demand"), waited
+        longest.cancelled = True
+        assert [tokens_alone(entry.request)[1:] for entry in entries] == await asyncio.gather(
+            *map(token_ids_of, entries)
+        )
+    assert is_clean(at_work)
+
+
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("decoder_start", [None, 7])
 async def test_who_is_sent_away_comes_back_with_the_very_same_tokens(
@@ -102,7 +125,7 @@ async def test_one_block_after_another_costs_no_more_steps_than_all_at_once() ->
         num_steps = len(at_work.shards.requests)
         grown = [step for step in at_work.shards.requests if step.grown_ids]
         assert 5 <= len(grown) <= 8  # all four together, as often as a block is full
-    async with running() as other:
+    async with running(kv_admission="reserve") as other:
         await together(other, [request_of(5, 100, n) for n in range(4)])
     assert len(other.shards.requests) == num_steps
 
@@ -120,9 +143,12 @@ def test_the_youngest_of_the_greediest_leaves_and_never_the_first_of_all() -> No
     first, second = Asking("a", 60, arrival=1), Asking("b", 20, arrival=2)
     third, fourth = Asking("b", 20, arrival=4), Asking("b", 20, arrival=3)
     batch = [first, second, third, fourth]
-    assert third is sent_away(batch, ledger_of(first, Asking("b", 100), *batch[1:]))
-    assert None is sent_away([first], ledger_of(first))
-    assert None is sent_away([first, replace(second, may_be_preempted=False)], ledger_of(first, second))
+    ledger = ledger_of(first, Asking("b", 100), *batch[1:])
+    assert [third] == sent_away(batch, ledger, bool)
+    assert [third, fourth] == sent_away(batch, ledger, lambda leaving: len(leaving) == 2)
+    assert [] == sent_away(batch, ledger, lambda leaving: len(leaving) == 4)
+    assert [] == sent_away([first], ledger_of(first), bool)
+    assert [] == sent_away([first, replace(second, may_be_preempted=False)], ledger_of(first, second), bool)
 
 
 def test_without_a_block_a_sequence_lets_steps_pass_until_another_may_leave() -> None:
@@ -132,18 +158,84 @@ def test_without_a_block_a_sequence_lets_steps_pass_until_another_may_leave() ->
     scheduler.add(old)
     scheduler.add(young)
     assert scheduler.forecast is not None
-    held, sent = 0, 0
+    held, sent, num_blocks = 0, 0, 0
     for _ in range(400):
         if (plan := scheduler.plan()) is None:
             break
         held += old.id in plan.held
         sent += len(plan.preempted)
+        num_blocks += sum(map(len, plan.grown.values()))
         scheduler.computed(plan)
         for entry in plan.concerned.values():
             if not entry.num_prompt_left and entry.num_scheduled > len(entry.generated_ids):
                 scheduler.delivered(entry, 1)
     assert (80, 80) == (len(old.generated_ids), len(young.generated_ids))
     assert sent == young.num_preempted > 0 == old.num_preempted and not scheduler.running
+    assert (sent, num_blocks) == (scheduler.forecast.counts.num_sent_away, scheduler.forecast.counts.blocks_given)
+
+
+def test_what_is_owed_is_no_more_than_the_cache_and_not_forgiven_by_its_own_computation() -> None:
+    forecast: Forecast[Scheduled] = Forecast(16, 1)
+    for _ in range(50):
+        forecast.came_back(100, 1000)
+    assert 1000 == forecast.owed
+    forecast.planned(StepPlan(1, prefill_tokens=50_000))
+    assert 0 == forecast.owed
+    forecast.came_back(100, 1000)
+    forecast.planned(StepPlan(2, prefill_tokens=100))
+    assert pytest.approx(100) == forecast.owed
+
+
+@pytest.mark.parametrize(("written", "num_outgrown"), [(19, 0), (20, 1), (30, 1)])
+def test_an_answer_is_outgrown_if_it_is_longer_than_was_expected_first(written: int, num_outgrown: int) -> None:
+    """Also where it ends on the blocks that it had anyway."""
+    scheduler: Scheduler[Scheduled] = Scheduler(replace(LIMITS, kv_admission="demand"))
+    assert scheduler.forecast is not None
+    history = scheduler.forecast._lengths.of("", "")
+    for _ in range(60):
+        history.began()
+        history.came(0, 18)
+        history.ended(18)
+    entry, level = Scheduled(scheduler.new_id(), ValidRequest([1], 60)), history.level
+    scheduler.add(entry)
+    while len(entry.generated_ids) < written:
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.computed(plan)
+        scheduler.delivered(entry, 1)
+    scheduler.finished(entry, is_cut=False)
+    assert 19 == entry.first_expected
+    assert num_outgrown == scheduler.forecast.counts.num_outgrown == (history.level > level)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_who_joins_is_found_in_few_looks_and_not_looked_for_in_every_step(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    has_room = Forecast._has_room
+
+    def counted(forecast: Forecast[Any], *args: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        return has_room(forecast, *args)
+
+    monkeypatch.setattr(Forecast, "_has_room", counted)
+    size = {"max_batch_total_tokens": 40_000, "num_blocks": 10_000, "max_batch_prefill_tokens": 10_000}
+    limits = replace(LIMITS, kv_admission="demand", max_waiting_tokens=1000, waiting_served_ratio=ratio, **size)
+    scheduler: Scheduler[Scheduled] = Scheduler(limits)
+    for _ in range(1000):
+        scheduler.add(Scheduled(scheduler.new_id(), ValidRequest([1, 2, 3], 200)))
+    plan = scheduler.plan()
+    assert plan is not None and 200 < len(plan.admitted) < 1000 and looks <= 20
+    num_looks = looks
+    for _ in range(40):
+        scheduler.computed(plan)
+        for entry in plan.concerned.values():
+            scheduler.delivered(entry, 1)
+        plan = scheduler.plan()
+        assert plan is not None and not plan.admitted
+    assert looks - num_looks <= (10 if ratio == 0 else 100)
 
 
 async def test_two_do_not_wait_for_each_other_where_a_grammar_forces_more_than_a_sequence_has_room_for() -> None:

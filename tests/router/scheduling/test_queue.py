@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,24 @@ def test_blocks_are_counted_whole() -> None:
 def test_places_bound_the_batch() -> None:
     assert len(next_batch([ONE] * 5, budget(9, 9, places=3), None)) == 3
     assert next_batch([ONE], budget(9, 9, places=0), None) == []
+
+
+@pytest.mark.parametrize("minimum", [None, 0, 1, 5, 9])
+@pytest.mark.parametrize("num_fitting", [0, 1, 2, 4, 5, 8, 20])
+def test_of_what_the_budget_has_room_for_those_join_that_are_expected_to_fit(
+    num_fitting: int, minimum: int | None
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def num_expected(known: int, num: int) -> int:
+        asked.append((known, num))
+        assert known <= min(num_fitting, num)
+        return min(num_fitting, num)
+
+    chunks = next_batch([ONE] * 20, budget(99, 99, places=9), minimum, num_expected)
+    num = min(9, num_fitting)
+    assert len(chunks) == (num if num >= (minimum or 0) else 0)
+    assert len(asked) <= 5 and all(num <= 9 for _, num in asked)
 
 
 def test_min_size_is_a_share_of_what_runs() -> None:

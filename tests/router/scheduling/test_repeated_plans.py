@@ -129,11 +129,13 @@ def test_a_repeated_step_is_the_step_from_scratch(num_lanes: int, kv_admission: 
             assert [e.num_scheduled for e in one.requests] == [e.num_scheduled for e in other.requests]
 
 
-def test_most_steps_of_a_long_answer_are_repetitions() -> None:
-    scheduler: Scheduler[Scheduled] = Scheduler(LIMITS)
+@pytest.mark.parametrize(("kv_admission", "num_shared"), [("reserve", 18), ("demand", 17)])
+def test_most_steps_of_a_long_answer_are_repetitions(kv_admission: str, num_shared: int) -> None:
+    scheduler: Scheduler[Scheduled] = Scheduler(replace(LIMITS, kv_admission=kv_admission))
     scheduler.add(Scheduled(scheduler.new_id(), ValidRequest([1, 2, 3], 20)))
     plans = [scheduler.plan() for _ in range(21)]
     assert all(plan is not None for plan in plans)
     shared = sum(a.decoding is b.decoding for a, b in pairwise(plans) if a and b)
-    assert shared == 18  # all but the prompt's step, the first that decodes and the one that retires
+    # All but the prompt's step, the first that decodes, the one that retires and one with blocks.
+    assert shared == num_shared
     assert scheduler.plan() is None

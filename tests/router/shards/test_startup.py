@@ -164,3 +164,8 @@ def test_table_names_limits_and_where_they_came_from() -> None:
     assert lines["max_total_tokens"].split()[1:] == ["500", "flag"]
     assert lines["max_input_length"].split()[1:] == "499 max_total_tokens less one".split()
     assert lines["address"].endswith("http://127.0.0.1:3000")
+
+
+def test_an_inferred_cache_keeps_an_eighth_back_and_one_that_holds_more_takes_the_longest_sequence() -> None:
+    assert 875 == Room(1000, 1000).longest(is_inferred=True)
+    assert 1000 == Room(1000, 1000).longest(is_inferred=False) == Room(5000, 1000).longest(is_inferred=True)
