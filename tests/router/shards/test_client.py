@@ -38,7 +38,9 @@ class StubShard(ShardServicer):  # type: ignore[misc]
     async def Warmup(self, request: Any, context: Any) -> pb.WarmupReply:
         if request.max_batch_total_tokens > 4096:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "only 4096 tokens fit")
-        return pb.WarmupReply(max_batch_total_tokens=4096 - self.rank * 16, block_size=16, num_blocks=256 - self.rank)
+        tokens, blocks = 4096 - self.rank * 16, 256 - self.rank
+        longest = request.max_total_tokens
+        return pb.WarmupReply(max_batch_total_tokens=tokens, block_size=16, num_blocks=blocks, max_total_tokens=longest)
 
     async def Health(self, request: Any, context: Any) -> pb.HealthReply:
         return pb.HealthReply(steps_received=3, steps_finished=2, oldest_step_ms=10 * self.rank)
