@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -129,7 +129,12 @@ async def unserved(
 async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1000) -> AsyncIterator[int]:
     """The application on the port that this gives."""
     listener = socket.create_server(("127.0.0.1", 0))
-    protocol: Any = partial(GuardedHttpProtocol, shared=Connections(settings, max_connections))
+    shared, protocols = Connections(settings, max_connections), list[Any]()
+
+    def protocol(*args: Any, **options: Any) -> Any:
+        protocols.append(GuardedHttpProtocol(*args, **options, shared=shared))
+        return protocols[-1]
+
     fixed: dict[str, Any] = {"ws": "none", "log_config": None, "access_log": False}
     # A story that fails leaves connections behind: its server ends all the same.
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=5, **fixed))
@@ -150,8 +155,9 @@ async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1
                 accepting.close()
             listener.close()
             await server.lifespan.shutdown()
-        for connection in tuple(server.server_state.connections):  # what it has not closed within its 5 s
-            connection.transport.abort()
+        for connection in protocols:  # also those that it counts no more, or has not closed within its 5 s
+            if connection.transport is not None:
+                connection.transport.abort()
         await asyncio.sleep(0)  # in which transports that close let their sockets go
 
 
