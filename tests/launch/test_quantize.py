@@ -46,6 +46,7 @@ def started(arguments: Sequence[str], **more: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.rest
 def test_the_embedded_model_becomes_a_checkpoint_that_is_served_as_told(text: Path, tmp_path: Path) -> None:
     """Three processes deep, as people call it."""
     arguments = ["--bits", "2", "--num-samples", "8", "--sample-tokens", "128"]

@@ -119,8 +119,8 @@ def answers_and_pauses(
     "flags",
     [
         (),
-        ("--num-shard", "2", "--prefix-cache-host-gb", "0.01"),
-        ("--pipeline-parallel", "2", "--disable-prefix-caching"),
+        pytest.param(("--num-shard", "2", "--prefix-cache-host-gb", "0.01"), marks=pytest.mark.rest),
+        pytest.param(("--pipeline-parallel", "2", "--disable-prefix-caching"), marks=pytest.mark.rest),
     ],
     ids=["one shard", "two shards and a tier", "two stages without prefixes"],
 )

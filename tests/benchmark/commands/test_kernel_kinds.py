@@ -54,6 +54,7 @@ def test_commands_of_commands_hand_it_on(tmp_path: Path) -> None:
     assert NONE == replace(job, cpu_kernels="none").flags[-2:]
 
 
+@pytest.mark.rest
 def test_bfloat16_is_measured_with_avx2_alone(tmp_path: Path) -> None:
     """The whole command, as on a processor for which oneDNN has no bfloat16 and there is no compiler."""
     sizes = ["-b", "1", "-s", "8", "-d", "3", "-r", "1", "-w", "0"]

@@ -298,6 +298,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.rest
 def test_schedules_on_weights_that_stream(
     tmp_path: Path,
     shape: Path,

@@ -54,6 +54,7 @@ def test_interpreted_kernels_equal_the_reference(part: str) -> None:
 
 
 @needs_triton
+@pytest.mark.rest
 @PARTS
 def test_kernels_compile_for_a_gpu(part: str, pytestconfig: pytest.Config) -> None:
     # Compiling is most of the time. Triton keeps each result under a hash of the kernel's source, of all that it calls,
