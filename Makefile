@@ -40,7 +40,7 @@ test: needs install
 
 # The dear half of the suite: more orders of deaths, more shards, stages, nodes and kinds of what `make test` has once.
 test-rest: needs install
-	$(RUN) -m pytest -m rest --numprocesses auto --maxprocesses 4 --dist worksteal tests $(ARGS)
+	$(RUN) -m pytest -m "rest and not (gpu or formats or offload or kernels or nodes or ray)" --numprocesses auto --maxprocesses 4 --dist worksteal tests $(ARGS)
 
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
 test-clients: needs install
