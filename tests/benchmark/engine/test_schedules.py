@@ -359,6 +359,7 @@ def test_an_encoder_s_prompts_are_computed_together_and_one_before_what_is_measu
     assert all(row["predicted_total_tokens_per_second"] is None for row in rows)
 
 
+@pytest.mark.rest
 def test_auto_chooses_says_why_and_runs_it(
     tmp_path: Path, shape: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

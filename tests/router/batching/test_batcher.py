@@ -369,7 +369,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
 
 
 @pytest.mark.parametrize("kv_admission", ["reserve", "demand"])
-@pytest.mark.parametrize("num_lanes", [1, 2, 4])
+@pytest.mark.parametrize("num_lanes", [1, pytest.param(2, marks=pytest.mark.rest), 4])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(visits, min_size=1, max_size=14),

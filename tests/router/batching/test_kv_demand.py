@@ -268,7 +268,7 @@ async def test_a_sequence_that_gets_blocks_and_is_not_computed_does_not_decode()
     assert is_clean(at_work)
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 4])
+@pytest.mark.parametrize("num_lanes", [1, pytest.param(2, marks=pytest.mark.rest), 4])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.sampled_from("aabc"), st.integers(1, 40), st.integers(1, 70), st.booleans()), max_size=10),
