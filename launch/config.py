@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "server" / "demo"
 NULL_MODEL = "null"  # in place of a model: shards that answer at once with fixed tokens
+AUTO = "auto"
 SHARD_COUNTS = (1, 2, 4, 8)  # what the head counts and widths of real models divide by
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
 
@@ -45,12 +47,14 @@ class LauncherConfig:
             "when": "num_shard is more precise.",
         },
     )
-    num_shard: int | None = field(
+    num_shard: int | Literal["auto"] | None = field(
         default=None,
         metadata={
-            "help": "Number of processes that the model is split over.",
+            "help": "Number of processes that the model is split over. auto: one for each visible GPU, or on "
+            "CPUs for each NUMA node, whose memory is near.",
             "unit": "shards",
-            "choices": SHARD_COUNTS,
+            "choices": (AUTO, *SHARD_COUNTS),
+            "words": (AUTO,),
             "default": "the number of visible GPUs; 1 on a CPU and for the embedded model",
             "when": "The model does not fit on one GPU, or should be faster than on one.",
         },

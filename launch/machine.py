@@ -16,8 +16,9 @@ from ipaddress import ip_address
 from itertools import takewhile
 from pathlib import Path
 
+from host import topology
 from host.version import package_version, version
-from launch.config import SHARD_COUNTS
+from launch.config import AUTO, SHARD_COUNTS
 from launch.errors import Refusal
 from launch.nodes import Layout, Nodes, check_nodes, plan_nodes
 from launch.settings import Settings, flag
@@ -103,6 +104,8 @@ def plan_shards(settings: Settings, gpus: int, nodes: Nodes | None = None) -> tu
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     visible = gpus if device == "cuda" else 0
+    if count == AUTO:
+        count = _most_shards(visible * nodes.count if visible else len(topology.nodes(topology.allowed_cpus())))
     if sharded and (count == 1 or (count is None and visible <= 1)):
         fact = "--num-shard is 1" if count == 1 else f"the number of visible GPUs is {visible}"
         raise ValueError(f"--sharded is true but {fact}: give --num-shard 2, 4 or 8, or leave --sharded out")
@@ -117,9 +120,14 @@ def plan_shards(settings: Settings, gpus: int, nodes: Nodes | None = None) -> tu
     return device, layout
 
 
+def _most_shards(number: int) -> int:
+    """The largest number of shards that is not larger; 0: there is none."""
+    return max((count for count in SHARD_COUNTS if count <= number), default=0)
+
+
 def _too_few_gpus(layout: Layout, gpus: int) -> str:
     total = gpus * layout.num_nodes
-    most = max((allowed for allowed in SHARD_COUNTS if allowed * layout.num_stages <= total), default=0)
+    most = _most_shards(total // layout.num_stages)
     if layout.num_stages == 1:
         needed, remedy = f"--num-shard is {layout.num_shard}", f"give at most {most}"
     else:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from host import topology
 from host.cpu_kinds import EXACT
 from server import backends
 from server.arch import families
@@ -109,6 +110,9 @@ class LayerCount:
 def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[Engine, pb.InfoReply]:
     """Join the other ranks and load this rank's share. Raises ValueError for a model that cannot be served so."""
     hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
+    sharing = config.num_sharing
+    if config.device == "cpu":
+        sharing = topology.settle(config.local_rank, config.num_sharing)  # before memory is taken and threads begin
     with freed_at_once():
         is_ours = families.has(hf_config)
         loaded = _load_family(config, hf_config, choose) if is_ours else _load_fallback(config, hf_config)
@@ -116,7 +120,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
     threads, threads_reason = plan_threads(
         config.threads,
         is_host=device.torch_device.type == "cpu",
-        world_size=config.num_sharing,
+        sharing=sharing,
         weight_bytes=model.nbytes,
     )
     torch.set_num_threads(threads)

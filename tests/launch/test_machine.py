@@ -70,6 +70,8 @@ MODEL = ("--model-id", "some/model")
         (0, (), ("cpu", 1)),
         (4, ("--num-shard", "2"), ("cuda", 2)),
         (0, ("--num-shard", "2"), ("cpu", 2)),
+        (4, ("--num-shard", "auto"), ("cuda", 4)),
+        (5, ("--num-shard", "AUTO"), ("cuda", 4)),
         (4, ("--sharded", "true"), ("cuda", 4)),
         (4, ("--sharded", "true", "--num-shard", "2"), ("cuda", 2)),
         (4, ("--sharded", "false"), ("cuda", 1)),
@@ -81,6 +83,14 @@ MODEL = ("--model-id", "some/model")
 )
 def test_number_of_shards(gpus: int, argv: tuple[str, ...], expected: tuple[str, int]) -> None:
     assert expected == shards(gpus, *MODEL, *argv)
+
+
+@pytest.mark.parametrize(("nodes", "expected"), [(1, 1), (2, 2), (3, 2), (8, 8), (16, 8)])
+def test_auto_is_a_shard_for_each_node_of_a_machine_without_gpus(
+    nodes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("host.topology.nodes", lambda cpus: [{number} for number in range(nodes)])
+    assert ("cpu", expected) == shards(0, *MODEL, "--num-shard", "auto")
 
 
 @pytest.mark.parametrize(

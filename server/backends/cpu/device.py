@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.profiler import ProfilerActivity
 
 from host.cgroups import available_bytes, cpu_quota
 from host.cpu_kinds import good_dtypes
+from host.topology import allowed_cpus, physical_cores
 from server.backends.device import HostCopies, bytes_of_slots, map_pages
 
 # Memory kept back, because the estimate of what is free cannot see the other programs' next moves.
@@ -102,15 +102,15 @@ class MemoryCopies(HostCopies):
         """The device knows nothing of it."""
 
 
-def plan_threads(wanted: int | None, *, is_host: bool, world_size: int, weight_bytes: int) -> tuple[int, str]:
+def plan_threads(wanted: int | None, *, is_host: bool, sharing: int, weight_bytes: int) -> tuple[int, str]:
     """Threads for operators on the host, and why so many: this rank's share of the cores, mostly.
 
-    is_host: whether the host computes the model.
+    is_host: whether the host computes the model; sharing: ranks that have the CPUs that this one may run on.
 
-    The router has no core of its own: it works while a step's last tokens are on their way, and threads that find no
-    work sleep after a moment (threads.h). Threads wait for each other after every operator, and for a small model an
-    operator is shorter than that wait: on two busy cores a second thread made a step of the embedded model 5 to 30
-    times as long, on idle ones a tenth shorter.
+    Two threads of one core share its arithmetic, which one keeps busy. The router has no core of its own: it works
+    while a step's last tokens are on their way, and threads that find no work sleep after a moment (threads.h). Threads
+    wait for each other after every operator, and for a small model an operator is shorter than that wait: on two busy
+    cores a second thread made a step of the embedded model 5 to 30 times as long, on idle ones a tenth shorter.
     """
     if wanted is not None:
         return wanted, "asked for"
@@ -118,8 +118,10 @@ def plan_threads(wanted: int | None, *, is_host: bool, world_size: int, weight_b
         return 1, "the GPU computes"
     if weight_bytes < SMALL_MODEL_BYTES:
         return 1, "the model is too small to share"
-    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    cores, quota = physical_cores(allowed_cpus()), cpu_quota()
     if quota is not None and quota < cores:
         # Threads beyond the quota use it up early, and then all of them stand still for the rest of each period.
-        return max(1, math.floor(quota) // world_size), f"a cgroup quota of {quota:g} cores for all shards"
-    return max(1, cores // world_size), f"{cores} cores for all shards; they sleep when idle"
+        return max(1, math.floor(quota) // sharing), f"a cgroup quota of {quota:g} cores for all shards"
+    if sharing == 1:
+        return cores, f"{cores} cores; they sleep when idle"
+    return max(1, cores // sharing), f"{cores} cores for {sharing} shards; they sleep when idle"

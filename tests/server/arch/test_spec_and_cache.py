@@ -92,15 +92,15 @@ def test_a_dtype_that_the_device_computes_badly_gives_way_with_a_reason(monkeypa
 def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("server.backends.cpu.device.physical_cores", lambda cpus: 8)
     monkeypatch.setattr("server.backends.cpu.device.cpu_quota", lambda: None)
     large, small = 2**30, 2**20
 
     def plan(wanted: int | None, ranks: int, num_bytes: int, is_host: bool = True) -> tuple[int, str]:
-        return plan_threads(wanted, is_host=is_host, world_size=ranks, weight_bytes=num_bytes)
+        return plan_threads(wanted, is_host=is_host, sharing=ranks, weight_bytes=num_bytes)
 
-    assert (8, "8 cores for all shards; they sleep when idle") == plan(None, 1, large)
-    assert 2 == plan(None, 4, large)[0]
+    assert (8, "8 cores; they sleep when idle") == plan(None, 1, large)
+    assert (2, "8 cores for 4 shards; they sleep when idle") == plan(None, 4, large)
     assert 1 == plan(None, 16, large)[0]
     assert (1, "the model is too small to share") == plan(None, 1, small)
     assert (1, "the GPU computes") == plan(None, 1, large, is_host=False)
@@ -108,11 +108,11 @@ def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
 
 
 def test_threads_keep_to_a_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("server.backends.cpu.device.physical_cores", lambda cpus: 8)
     monkeypatch.setattr("server.backends.cpu.device.cpu_quota", lambda: 2.5)
     plan = partial(plan_threads, None, is_host=True, weight_bytes=2**30)
-    assert (2, "a cgroup quota of 2.5 cores for all shards") == plan(world_size=1)
-    assert 1 == plan(world_size=4)[0]
+    assert (2, "a cgroup quota of 2.5 cores for all shards") == plan(sharing=1)
+    assert 1 == plan(sharing=4)[0]
 
 
 def test_a_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
