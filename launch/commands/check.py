@@ -134,7 +134,7 @@ def _inside(container: docker.Container) -> Launch:
     environ = {name: container.on_host(value) for name, value in inner.items()}
     environ.setdefault("HUGGINGFACE_HUB_CACHE", f"{environ['HF_HOME']}/hub")
     try:
-        words = platforms.arguments(_behind_program(list(container.arguments))[0], inner)
+        words = platforms.arguments(container.arguments, inner)
     except ValueError as error:
         return Launch([], environ, container, str(error))
     return Launch([container.on_host(word) for word in words], environ, container)

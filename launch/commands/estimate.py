@@ -117,29 +117,17 @@ def _of_family(
     lengths = attempt(lambda: _lengths(limits, shape), report)
     found = None
     if memory and lengths and stages and not split_problem:
-        found, lengths = _fit(Pipeline(tuple(stages)), shape, placement, memory, limits, lengths, report)
+        pipeline, most = Pipeline(tuple(stages)), lengths
+        found = attempt(lambda: capacity(pipeline, placement, memory, limits, most), report)
+    if found:
+        fitting = found.kv_tokens
+        lengths = attempt(lambda: _lengths(limits, shape, fitting), report) or lengths
     return Estimate(
         *(shape.total_parameters, shape.weight_bytes(dtype, quantised), stored, dtype, reason),
         *(memory, found, lengths, shape.spec.num_layers),
         unknown=unknown,
         has_encoder=shape.spec.encoder is not None,
     )
-
-
-def _fit(
-    stages: Pipeline,
-    shape: ModelShape,
-    placement: Placement,
-    memory: Memory,
-    limits: RouterConfig,
-    lengths: LengthLimits,
-    report: Report,
-) -> tuple[Capacity | None, LengthLimits]:
-    """What fits into the memory, and the lengths that this leaves."""
-    found = attempt(lambda: capacity(stages, placement, memory, limits, lengths), report)
-    if found is None:
-        return None, lengths
-    return found, attempt(lambda: _lengths(limits, shape, found.kv_tokens), report) or lengths
 
 
 def _of_fallback(

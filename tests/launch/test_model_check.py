@@ -142,7 +142,7 @@ def test_limits_of_what_transformers_runs_are_those_of_its_config(tmp_path: Path
 
 def test_an_encoder_has_blocks_of_its_own(tmp_path: Path) -> None:
     """As in the warm-up of a server, whose prompts an encoder reads in one step."""
-    config = RouterConfig(model_path="", shard_sockets=())
+    config = RouterConfig(model_path="", model_id="", shard_sockets=())
     lengths = derive_lengths(config, 0, has_encoder=True)
     wanted = useful_tokens(config, lengths, block_size=16, has_encoder=True)
     found = check(["--model-id", str(folder_with(config_of("t5"), tmp_path)), "--random-weights"])
