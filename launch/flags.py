@@ -19,6 +19,7 @@ from launch.settings import Setting, flag, public_settings
 
 EXIT_CODES = "Exit codes: 0 after a stop by a signal, 1 where something failed, 2 for options that cannot be used."
 SHORT_FLAGS = {"port": "-p", "env": "-e", "graceful_termination_timeout": "-g"}
+NEAR = 0.75  # how much two words must have in common for one to be the other misspelt; 1: all
 NEGATIVE = re.compile(r"-\.?\d.*")  # a value such as -5%, which argparse would take for an option
 
 
@@ -113,7 +114,7 @@ def refuse_misspelt(argv: Sequence[str], commands: Iterable[str]) -> None:
     """Raise Refusal for a first argument that is nearly a command: what follows it is of no use to a launch."""
     if not argv or argv[0].startswith("-"):
         return
-    nearest = difflib.get_close_matches(argv[0], list(commands), n=1, cutoff=0.75)
+    nearest = difflib.get_close_matches(argv[0], list(commands), n=1, cutoff=NEAR)
     if nearest and argv[0] != nearest[0]:
         raise Refusal([f"{printable(argv[0])} is not a command: did you mean lockstep {nearest[0]}?"], 2)
 
@@ -147,7 +148,7 @@ def _remedy(name: str, known: Sequence[str], parser: argparse.ArgumentParser) ->
         return f" of {parser.prog}, only of lockstep itself: see {parser.prog} --help"
     if "--model-id" in known and (of_a_peer := peers.remedy(name)):
         return f": {of_a_peer}"
-    nearest = difflib.get_close_matches(name, known, n=1)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
     return f": did you mean {nearest[0]}?" if nearest else f": see {parser.prog} --help"
 
 

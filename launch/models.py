@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
 from host.process import end_with_parent
 from launch.config import DEMO, TOKEN_VARIABLES
@@ -17,7 +20,9 @@ from launch.settings import Settings
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
 
-HUB_SECONDS = 3.0  # without an answer, where nothing depends on it yet
+T = TypeVar("T")
+# Where nothing depends on the hub's answer yet: how long it may be silent, and how long it may take in all.
+SILENT_SECONDS, ANSWER_SECONDS = 3.0, 15.0
 
 
 def resolve_model(
@@ -55,7 +60,8 @@ class Description:
 def find_description(settings: Settings, environ: Mapping[str, str], spare: Path) -> Description:
     """The model's config.json, fetched into the folder `spare` if it is neither here nor in the cache.
 
-    Nothing else is fetched, converted or kept; a hub that is silent for HUB_SECONDS is given up. Raises HubError.
+    Nothing else is fetched, converted or kept; a hub that is silent for SILENT_SECONDS is given up, and so is one that
+    is not done after ANSWER_SECONDS. Raises HubError.
     """
     values = settings.values
     if local := hub.local_folder(values["model_id"]):
@@ -69,10 +75,32 @@ def find_description(settings: Settings, environ: Mapping[str, str], spare: Path
         endpoint=environ.get("HF_ENDPOINT") or None,
         report=lambda sentence: None,
         pauses=(),
-        timeout=HUB_SECONDS,
+        timeout=SILENT_SECONDS,
     )
-    folder, names = repository.describe(spare)
+    folder, names = _in_time(lambda: repository.describe(spare))
     return Description(folder, repository.cache, names)
+
+
+def _in_time(describe: Callable[[], T]) -> T:
+    """What it returns. Raises HubError where that takes longer than ANSWER_SECONDS; its thread is left to itself."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(describe())
+        except (ValueError, OSError) as error:
+            answer.set_exception(error)
+        finally:
+            answer.cancel()  # no effect where there is an answer
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(ANSWER_SECONDS)
+    except TimeoutError:
+        raise HubError(
+            f"the hub has not sent the model's description after {ANSWER_SECONDS:.0f} seconds: check the network, or "
+            "HF_ENDPOINT"
+        ) from None
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:

@@ -80,6 +80,7 @@ class ShardConfig:
         metadata={
             "help": "Data type of the computation.",
             "choices": DTYPES,
+            "refused": {"auto": "leave it out, which means that"},
             "default": "the checkpoint's where the device computes it well, else the nearest that it does",
             "when": "float32 on a CPU to compare with another implementation, bfloat16 for speed.",
         },

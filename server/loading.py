@@ -30,13 +30,12 @@ from server.checkpoint import formats
 from server.checkpoint.formats import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
-from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, dtype_for, parse_graph_sizes
+from server.config import DTYPES, THROUGH_HOST, ShardConfig, dtype_for, parse_graph_sizes
 from server.model import load as model_loading
 from server.model import placement as placing
 from server.model.streamed import Streaming
 from server.model.transformer import local_kv_heads
 from server.offload.cost import Times
-from server.offload.share import Share
 from server.pb import generate_pb2 as pb
 from server.prefix.identity import identity as identify
 from server.prefix.mover import TierConfig, Tiers
@@ -289,26 +288,12 @@ def _neighbours(
 def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     from server.model import fallback  # takes seconds to import, and hardly any server needs it
 
-    name, supported = hf_config.get("model_type"), sorted(families.FAMILIES)
-    wishes = {
-        "--pipeline-parallel": config.num_stages > 1,
-        "--kv-cache-dtype": config.kv_cache_dtype != AS_COMPUTED.name,
-        "--num-shard": config.world_size > 1,
-        "--quantize": bool(config.quantize),
-        "--weights-on-device": config.weights_on_device != AUTO and not Share.parse(config.weights_on_device).is_all,
-        "--kv-on-device": not Share.parse(config.kv_on_device).is_all,
-        "--rope-scaling and --rope-factor": bool(config.rope_scaling or config.rope_factor),
-    }
-    for flag, is_given in wishes.items():
-        if is_given:
-            raise ValueError(
-                f"config.json says model_type {name!r}, which runs on one shard and as it is only: leave out "
-                f"{flag}; served without such limits are: {', '.join(supported)}"
-            )
+    fallback.refuse_settings(config, hf_config.get("model_type"))
     device = backends.open_device(config.device, config.local_rank, config.num_sharing)
     dtype, reason = choose_dtype(config.dtype, _open(config, hf_config)[1], device)
     weights_path = None if config.random_weights else Path(config.weights_path)
-    model = fallback.load(Path(config.model_path), weights_path, dtype, device.torch_device, supported)
+    model = fallback.load(Path(config.model_path), weights_path, dtype, device.torch_device)
+    log.warning("%s", model.warning)
     backend = ReferenceBackend(device)
     return Loaded(model, Shard(), backend, dtype, reason, "transformers' own model", "transformers runs the model")
 

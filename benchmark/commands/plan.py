@@ -31,9 +31,11 @@ from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepW
 from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from host.cgroups import available_bytes
+from host.cpu_kinds import good_dtypes
 from router.config import UNBOUNDED_TOTAL_TOKENS
 from router.scheduling.limits import Room
 from router.scheduling.queue import blocks_for
+from server.config import dtype_for
 from server.quantisation import sizes
 
 THIS = "this"
@@ -106,10 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default_dtype(shape: shapes.ModelShape, device: str) -> str:
-    """The published one; a CPU computes bfloat16 where it would be slow in float16."""
-    if device != THIS or shape.dtype != "float16":
-        return shape.dtype
-    return "bfloat16" if _is_cpu() else "float16"
+    """The published one, or on this machine what a server takes in its place."""
+    good = good_dtypes() if device == THIS and _is_cpu() else shapes.DTYPE_BYTES
+    return dtype_for(None, shape.dtype, good, device)[0]
 
 
 def _is_cpu() -> bool:

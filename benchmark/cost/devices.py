@@ -176,7 +176,8 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     kv_bytes = served.kv_bytes_per_token * replace(served, ranks=num_shard).kv_copies // num_shard
     free = device.free_bytes(weights, _step_bytes(served, num_shard, args), num_shard)
     tokens = max(0, int(free // (kv_bytes * BLOCK_SIZE)) * BLOCK_SIZE)
-    useful = args.max_concurrent_requests * -(-args.max_total_tokens // BLOCK_SIZE) * BLOCK_SIZE
+    blocks = -(-args.max_total_tokens // BLOCK_SIZE) + (shape.spec.encoder is not None)  # which has blocks of its own
+    useful = args.max_concurrent_requests * blocks * BLOCK_SIZE
     problem = shape.split_problem(num_shard)
     if problem is None and not tokens:
         problem = f"{weights / 1e9:.2f} GB of weights a shard leave no room for a KV cache with {num_shard} shards"

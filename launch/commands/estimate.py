@@ -1,7 +1,8 @@
 """What a model takes of this machine's memory, and the limits that follow: for `lockstep check`, from config.json.
 
-The arithmetic is that of `lockstep-bench plan`, with what is free here in place of a data sheet. Left out: weights and
-KV blocks that are not on the device, for what stays there is measured at the start.
+The arithmetic is that of `lockstep-bench plan`, with what is free here in place of a data sheet. What config.json alone
+refuses is asked of what a shard asks, so that the sentences are the same. Left out: weights and KV blocks that are not
+on the device, for what stays there is measured at the start.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.cost import shapes
-from benchmark.cost.devices import Capacity, DatasheetDevice, least_capacity, stored_as
+from benchmark.cost.devices import Capacity, DatasheetDevice, least_capacity
 from benchmark.cost.roofline import Pipeline, ServedModel
 from benchmark.cost.shapes import ModelShape, NamedShape
 from host.cgroups import available_bytes
@@ -25,11 +26,13 @@ from launch.machine import Placement, chosen_gpus
 from launch.settings import Settings
 from router.config import RouterConfig
 from router.scheduling.limits import LengthLimits, Room, derive_lengths, max_sequences
+from server.arch import families
 from server.arch.spec import with_rope_scaling
-from server.checkpoint.files import readable
-from server.config import dtype_for
-from server.quantisation import sizes
+from server.checkpoint.files import readable, with_quantisation
+from server.config import ShardConfig, dtype_for
+from server.quantisation.sizes import config_of
 
+DENSE = "dense"
 GPU_DTYPES = {"float32", "float16", "bfloat16"}
 
 
@@ -54,57 +57,117 @@ class Estimate:
     memory: Memory | None  # None: not known
     capacity: Capacity | None  # likewise
     lengths: LengthLimits | None  # None: they contradict each other
-    num_layers: int  # of the decoder
+    num_layers: int  # of the decoder; 0: not known
+    unknown: str = ""  # why the memory is not known
+    warning: str = ""  # of the start
+    has_encoder: bool = False
 
 
 Report = Callable[[str], None]
 
 
 def estimate(
-    settings: Settings, placement: Placement, folder: Path, environ: Mapping[str, str], report: Report
+    settings: Settings,
+    placement: Placement,
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    environ: Mapping[str, str],
+    report: Report,
 ) -> Estimate | None:
     """What the model in `folder` takes; None where its config says nothing. report: is told each problem."""
-    named = attempt(lambda: shapes.find(str(folder)), report)
-    config = attempt(
+    limits = attempt(
         lambda: RouterConfig(model_path="", shard_sockets=(), **settings.pick(RouterConfig)), lambda _: None
     )
-    if named is None or config is None:  # the settings' own problems are known
+    is_ours = attempt(lambda: families.has(hf_config), report)
+    if is_ours is None or limits is None:  # the settings' own problems are known
         return None
-    values, on_cpu = settings.values, placement.device == "cpu"
+    if not is_ours:
+        return _of_fallback(settings, placement, folder, hf_config, limits, report)
+    if attempt(lambda: families.find(hf_config), report) is None:
+        return None
+    stored = attempt(lambda: _stored(settings.values, folder, hf_config), report)
+    named = attempt(lambda: shapes.find(str(folder)), report if stored else lambda _: None)
+    if named is None:
+        return None
+    return _of_family(settings, placement, named, stored or DENSE, limits, environ, report)
+
+
+def _of_family(
+    settings: Settings,
+    placement: Placement,
+    named: NamedShape,
+    stored: str,
+    limits: RouterConfig,
+    environ: Mapping[str, str],
+    report: Report,
+) -> Estimate:
+    """What a model of ours takes. stored: in words."""
+    values, layout = settings.values, placement.layout
     shape = attempt(lambda: _scaled(named.shape, values), report) or named.shape
-    stored = attempt(lambda: _stored(named, values["quantize"], values["quantize_head"]), report)
-    good, device = (good_dtypes(), "this CPU") if on_cpu else (GPU_DTYPES, "this GPU")
-    dtype, reason = dtype_for(values["dtype"], shape.dtype, good, device)
-    served = ServedModel(shape, dtype, stored, values["kv_cache_dtype"], on_cpu)
-    memory = None
+    dtype, reason = _dtype(settings, placement, shape.dtype)
+    quantised = None if stored == DENSE else stored
+    served = ServedModel(shape, dtype, quantised, values["kv_cache_dtype"], placement.device == "cpu")
+    memory, unknown = None, "what is not on the device is chosen at the start"
     if not is_offloaded(settings):
-        fraction = values["cuda_memory_fraction"]
-        memory = attempt(lambda: memory_of(placement.device, environ, fraction), report)
-    if split_problem := shape.split_problem(placement.layout.num_shard):
+        memory = attempt(lambda: memory_of(placement.device, environ, values["cuda_memory_fraction"]), report)
+        unknown = "" if memory else "nvidia-smi does not tell it"
+    if split_problem := shape.split_problem(layout.num_shard):
         report(split_problem)
-    lengths = attempt(lambda: _lengths(config, shape), report)
+    stages = attempt(lambda: served.stages(layout.num_stages), report)
+    lengths = attempt(lambda: _lengths(limits, shape), report)
     found = None
-    if memory and lengths and not split_problem:
-        found, lengths = _fit(served, placement, memory, config, lengths, report)
+    if memory and lengths and stages and not split_problem:
+        pipeline, most = Pipeline(tuple(stages)), lengths
+        found = attempt(lambda: capacity(pipeline, placement, memory, limits, most), report)
+    if found:
+        fitting = found.kv_tokens
+        lengths = attempt(lambda: _lengths(limits, shape, fitting), report) or lengths
     return Estimate(
-        *(shape.total_parameters, shape.weight_bytes(dtype, stored), stored or "dense", dtype, reason),
+        *(shape.total_parameters, shape.weight_bytes(dtype, quantised), stored, dtype, reason),
         *(memory, found, lengths, shape.spec.num_layers),
+        unknown=unknown,
+        has_encoder=shape.spec.encoder is not None,
     )
 
 
-def _fit(
-    served: ServedModel,
+def _of_fallback(
+    settings: Settings,
     placement: Placement,
-    memory: Memory,
-    config: RouterConfig,
-    lengths: LengthLimits,
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    limits: RouterConfig,
     report: Report,
-) -> tuple[Capacity | None, LengthLimits]:
-    """What fits into the memory, and the lengths that this leaves."""
-    found = attempt(lambda: capacity(served, placement, memory, config, lengths), report)
-    if found is None:
-        return None, lengths
-    return found, attempt(lambda: _lengths(config, served.shape, found.kv_tokens), report) or lengths
+) -> Estimate | None:
+    """What a model takes that transformers runs, of which the KV cache is its own."""
+    import torch
+
+    from server.model import fallback  # which takes seconds
+
+    layout = placement.layout
+    shard = ShardConfig(
+        *(str(folder), str(folder), 0, layout.world_size, "", ""),
+        stage_sockets=("",) * layout.num_stages,
+        **settings.pick(ShardConfig),
+    )
+    attempt(lambda: fallback.refuse_settings(shard, hf_config.get("model_type")), report)
+    dtype, reason = _dtype(settings, placement, shapes.published_dtype(hf_config))
+    model = attempt(lambda: fallback.load(folder, None, getattr(torch, dtype), torch.device("meta")), report)
+    if model is None:
+        return None
+    has_encoder = model.decoder_start is not None
+    lengths = attempt(lambda: derive_lengths(limits, model.max_positions, has_encoder=has_encoder), report)
+    return Estimate(
+        *(model.num_parameters, model.nbytes, DENSE, dtype, reason, None, None, lengths, 0),
+        unknown="transformers has its own KV cache",
+        warning=model.warning,
+        has_encoder=has_encoder,
+    )
+
+
+def _dtype(settings: Settings, placement: Placement, published: str) -> tuple[str, str]:
+    """What is computed in, and why."""
+    good, device = (good_dtypes(), "this CPU") if placement.device == "cpu" else (GPU_DTYPES, "this GPU")
+    return dtype_for(settings.values["dtype"], published, good, device)
 
 
 def _scaled(shape: ModelShape, values: Mapping[str, Any]) -> ModelShape:
@@ -126,7 +189,7 @@ def is_offloaded(settings: Settings) -> bool:
 
 
 def capacity(
-    served: ServedModel, placement: Placement, memory: Memory, config: RouterConfig, lengths: LengthLimits
+    stages: Pipeline, placement: Placement, memory: Memory, config: RouterConfig, lengths: LengthLimits
 ) -> Capacity:
     """What fits beside the weights on the device with the least room. Raises ValueError where it is too little."""
     layout = placement.layout
@@ -138,7 +201,6 @@ def capacity(
         max_total_tokens=lengths.max_total_tokens,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
     )
-    stages = Pipeline(tuple(served.stages(layout.num_stages)))
     found = least_capacity(stages, device, layout.num_shard, limits)
     wanted = config.max_batch_total_tokens
     if found.problem:
@@ -198,10 +260,10 @@ def _gpus() -> list[Gpu]:
         return []
 
 
-def _stored(named: NamedShape, quantize: str | None, head: str) -> str | None:
-    if named.shape.stored is None and quantize is not None and quantize not in sizes.IN_FLIGHT:
-        raise ValueError(
-            f"--quantize is {quantize}, but config.json has no `quantization_config`: give a checkpoint that is "
-            f"quantised so, or one of {', '.join(sizes.IN_FLIGHT)}, which quantise while loading"
-        )
-    return stored_as(named, quantize, head)
+def _stored(values: Mapping[str, Any], folder: Path, hf_config: Mapping[str, Any]) -> str:
+    """How linear layers are stored, in words. Raises ValueError where nobody can serve them so."""
+    if values["quantize"] is None and not config_of(with_quantisation(folder, hf_config)):
+        return DENSE
+    from server.checkpoint import formats  # which imports torch
+
+    return formats.choose(values["quantize"], folder, hf_config, values["quantize_head"]).description

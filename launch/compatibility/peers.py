@@ -17,27 +17,34 @@ OPTIONS: Mapping[str, str] = {
     "--max-model-len --context-length --ctx-size -c": "--max-total-tokens",
     "--gpu-memory-utilization --mem-fraction-static": "--cuda-memory-fraction",
     "--max-num-seqs --max-running-requests --parallel -np": "--max-batch-size",
-    "--max-num-batched-tokens --chunked-prefill-size --batch-size -b": "--max-batch-prefill-tokens",
+    "--max-num-batched-tokens --chunked-prefill-size --max-prefill-tokens --batch-size -b --ubatch-size -ub": (
+        "--max-batch-prefill-tokens"
+    ),
     "--max-queued-requests": "--max-concurrent-requests, which counts running ones too",
     "--quantization -q": "--quantize",
     "--cache-type-k --cache-type-v -ctk -ctv": "--kv-cache-dtype",
-    "--cpu-offload-gb --n-gpu-layers -ngl": "--weights-on-device",
+    "--cpu-offload-gb --n-gpu-layers --gpu-layers -ngl": "--weights-on-device",
+    "-t": "--threads",
     "--download-dir": "--huggingface-hub-cache",
     "--chat-template-file": "--chat-template",
     "--max-logprobs": "--max-top-n-tokens",
     "--enforce-eager --disable-cuda-graph": "--cuda-graphs 0",
     "--no-enable-prefix-caching --disable-radix-cache": "--disable-prefix-caching",
     "--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --enable-metrics --metrics --jinja "
-    "--cont-batching -cb --flash-attn -fa": "always on: leave it out",
+    "--cont-batching -cb --flash-attn -fa --enable-reasoning --enable-expert-parallel": "always on: leave it out",
     "--served-model-name --alias -a": "any `model` is accepted: leave it out",
-    "--tokenizer --tokenizer-path": "the tokenizer is the model's: leave it out",
-    "--attention-backend": "each device has one: leave it out",
+    "--tokenizer --tokenizer-path --tokenizer-mode --load-format": "it is the model's: leave it out",
+    "--attention-backend --block-size --page-size --swap-space --distributed-executor-backend --schedule-policy": (
+        "the server chooses: leave it out"
+    ),
+    "--disable-log-requests": "--log-level warn",
+    "--seed --random-seed --temp --n-predict -n --generation-config": "each request says it: leave it out",
     "--uvicorn-log-level": "--log-level",
     "--allowed-origins": "--cors-allow-origin",
     "--enable-lora --lora-modules --lora-paths --lora": "adapters are not served: merge them",
-    "--speculative-config --model-draft -md": "there is no speculative decoding: leave it out",
-    "--ssl-keyfile --ssl-key-file": "a proxy in front speaks TLS",
-    "--embedding --embeddings": "there are no embeddings",
+    "--speculative-config --speculative-algorithm --model-draft -md": "there is no speculative decoding: leave it out",
+    "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file": "a proxy in front speaks TLS",
+    "--embedding --embeddings --is-embedding": "there are no embeddings",
 }
 
 

@@ -6,6 +6,9 @@ SageMaker and Vertex AI are known. Everything else reaches the server as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from launch.compatibility.tgi import PROGRAM
 
 SAGEMAKER = {
     "HF_MODEL_ID": "--model-id",
@@ -22,6 +25,8 @@ def arguments(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     is_serve = argv[:1] == ["serve"]
     is_sagemaker = is_serve or bool(environ.get("HF_MODEL_ID"))
     given = list(argv[1:] if is_serve else argv)
+    if given and Path(given[0]).name == PROGRAM:  # as some write it behind the image's name
+        given.pop(0)
     if given and not given[0].startswith("-"):  # a command, such as `check`
         return given
     names_model = any(environ.get(name) for name in ("HF_MODEL_ID", "MODEL_ID"))

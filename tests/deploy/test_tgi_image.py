@@ -81,6 +81,8 @@ def test_the_image_has_tgis_defaults() -> None:
     ("words", "environ", "expected"),
     [
         (["--model-id", "a/b"], {}, ["--model-id", "a/b"]),
+        (["text-generation-launcher", "--model-id", "a/b"], {}, ["--model-id", "a/b"]),
+        (["/usr/local/bin/text-generation-launcher"], {}, []),
         (["--port", "80"], {"AIP_HTTP_PORT": "8081"}, ["--port", "8081", "--port", "80"]),
         (["serve"], {"MODEL_ID": "a/b"}, ["--port", "8080"]),
         (["check", "--", "-e"], {"HF_MODEL_ID": "a/b"}, ["check", "--", "-e"]),

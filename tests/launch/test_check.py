@@ -19,11 +19,14 @@ from benchmark.cost.devices import DatasheetDevice, capacity
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import shape
 from launch.commands import check as checking
-from launch.commands.check import Findings, examine, read_command, render
+from launch.commands.check import examine, read_command
+from launch.commands.findings import Findings, render
 from launch.compatibility import docker, peers
 from launch.compatibility.tgi import Fate
 from launch.config import DEMO
 from launch.errors import Refusal
+from launch.flags import read_command_line
+from launch.settings import read_settings
 from server.checkpoint import hub
 from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given, setting_of
 from tests.ports import free_port
@@ -185,24 +188,6 @@ def test_a_default_that_is_another_than_tgis_is_shown_until_it_is_given() -> Non
     assert ("5", "flag") == row(check(["--max-top-n-tokens", "5"]), "max_top_n_tokens")
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "foo", None])
-def test_a_model_that_transformers_lacks_too_is_refused(kind: str | None, llama: Path) -> None:
-    (llama / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {}}))
-    (problem,) = check(["--model-id", str(llama), "--random-weights"]).problems
-    assert f"model_type {kind!r} is no language model of Lockstep's or transformers': take another" == problem
-
-
-def test_a_model_of_no_family_runs_on_one_shard_and_as_it_is(llama: Path) -> None:
-    (llama / "config.json").write_text('{"model_type": "codegen"}')
-    words = ["--num-shard", "2", "--quantize", "int8", "--weights-on-device", "100%", "--random-weights"]
-    found = check(["--model-id", str(llama), *words])
-    assert [
-        "model_type 'codegen' runs on one shard only: give --num-shard 1",
-        "model_type 'codegen' runs as it is only: leave out --quantize",
-    ] == found.problems
-    assert "whether transformers can load this model, and its memory" in found.unchecked
-
-
 def test_what_was_not_checked_is_part_of_the_verdict(llama: Path) -> None:
     (llama / "config.json").write_text('{"model_type": "codegen"}')
     assert render(check(["--model-id", str(llama), "--random-weights"]), 100).startswith(
@@ -297,9 +282,12 @@ def test_the_limits_are_those_of_the_start() -> None:
     found = check(["--", *words])
     with Server(*words) as server:
         started = dict(re.findall(r"^(\S[\w -]*?)  +(\S.*?)(?:  |$)", "".join(server.lines), re.MULTILINE))
-    for name in ("max_input_length", "max_total_tokens", "max_batch_total_tokens", "max_top_n_tokens", "dtype"):
+    for name in (
+        *("max_input_length", "max_total_tokens", "max_batch_total_tokens", "max_top_n_tokens"),
+        *("dtype", "KV cache"),
+    ):
         assert started[name] == row(found, name)[0], name
-    assert f"{started['KV cache']}, 4096 bytes each" in row(found, "KV cache")[1]
+    assert "per shard, 4096 bytes each" in row(found, "KV cache")[1]
     weights = float(row(found, "weights")[0].split()[0])
     assert weights == pytest.approx(float(started["weights"].split()[0]), rel=0.02)
 
@@ -501,6 +489,43 @@ def test_a_program_may_have_a_path_and_dashes(program: str) -> None:
     assert ["--port", "0"] == read_command(["--", *program.split(), "--port", "0"], {}).arguments
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["MODEL_ID=a/b", "PORT=0", "text-generation-launcher", "--json-output"],
+        ["nohup", "env", "MODEL_ID=a/b", "PORT=0", "text-generation-launcher", "--json-output"],
+        ["/bin/sh", "-c", "exec text-generation-launcher --json-output --model-id 'a/b' -p 0"],
+        ["bash", "-lc", "export MODEL_ID=a/b PORT=0 && exec text-generation-launcher --json-output"],
+        ["python3", "-m", "sglang.launch_server", "--json-output", "--model-id=a/b", "-p=0"],
+        ["--json-output", "--model_id", "a/b", "--port", "0"],
+    ],
+)
+def test_a_line_for_a_shell_is_read(line: list[str]) -> None:
+    launch = read_command(["--", *line], {"MODEL_ID": "of/the-shell"})
+    flags, problems = read_command_line(launch.arguments)
+    settings, wrong = read_settings(flags, launch.variables)
+    assert ([], []) == (problems, wrong)
+    assert ("a/b", 0, True) == tuple(settings.values[name] for name in ("model_id", "port", "json_output"))
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (["text-generation-server", "serve", "a/b"], "of text-generation-server, nothing can be read"),
+        (["kubectl", "apply", "-f", "server.yaml"], "of kubectl, nothing can be read"),
+        (["sh", "-c", "text-generation-launcher 'a"], "of sh -c, nothing can be read: No closing quotation"),
+    ],
+)
+def test_what_starts_no_server_is_refused(line: list[str], sentence: str) -> None:
+    with pytest.raises(Refusal, match=sentence) as refusal:
+        read_command(line, {})
+    assert 2 == refusal.value.code
+
+
+def test_variables_of_the_image_are_not_of_the_launcher() -> None:
+    assert "HF_MODEL_ID is read by the image alone: set MODEL_ID" in check([], {"HF_MODEL_ID": "a/b"}).notes
+
+
 def test_mounted_folders_are_found_on_the_host(llama: Path) -> None:
     line = f"docker run -p 127.0.0.1:{free_port()}:80 -v {llama.parent}:/data IMAGE --model-id /data/llama"
     found = check([*line.split(), "--random-weights"])
@@ -522,7 +547,7 @@ def test_an_option_of_another_server_is_told_by_its_name_here() -> None:
         "--tensor-parallel-size is not an option: here it is --num-shard",
         "--enforce-eager is not an option: here it is --cuda-graphs 0",
         "-tp is not an option: here it is --num-shard",
-        "--swap-space is not an option: see lockstep --help",
+        "--swap-space is not an option: the server chooses: leave it out",
     ] == found.problems
 
 

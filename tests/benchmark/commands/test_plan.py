@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmark.__main__ import main
+from benchmark.commands import plan
 from benchmark.cost import devices, shapes
 from benchmark.cost.devices import DEVICES, known
 from benchmark.cost.roofline import ServedModel
@@ -195,6 +196,18 @@ def test_what_cannot_be_split_or_held_says_why(capsys: pytest.CaptureFixture[str
 def test_nothing_that_fits_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == main(["plan", "--model-id", "baichuan2-13b", "--device", "l4", "--num-shard", "1"])
     assert capsys.readouterr().err.startswith("error: baichuan2-13b on l4: 27.79 GB of weights")
+
+
+@pytest.mark.parametrize(
+    ("good", "expected"), [({"float32"}, "float32"), ({"float32", "bfloat16"}, "bfloat16"), ({"float16"}, "float16")]
+)
+def test_this_machine_computes_in_what_a_server_would(
+    good: set[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "good_dtypes", lambda: good)
+    monkeypatch.setattr(plan, "_is_cpu", lambda: True)
+    shape = shapes.shape("bloom-560m")
+    assert ("float16", expected) == (plan._default_dtype(shape, "h200"), plan._default_dtype(shape, "this"))
 
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

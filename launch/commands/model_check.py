@@ -1,0 +1,167 @@
+"""Whether a launch would find the files of its model, and could serve it: the part of `lockstep check` about the model.
+
+Of weights, headers alone are read. What it takes of the machine's memory is computed in `estimate.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from host.folders import nearest_folder
+from launch.commands.estimate import Estimate, estimate
+from launch.commands.findings import Findings
+from launch.compatibility.docker import Container
+from launch.machine import Placement
+from launch.models import Description, find_description, is_offline
+from launch.settings import Settings
+from server.checkpoint.files import (
+    HubError,
+    check_safetensors,
+    checked_file,
+    choose_weights,
+    need_space,
+    read_json,
+    readable,
+    refuse_placeholder,
+    weight_files,
+)
+from server.checkpoint.hub import TOKENIZER_SOURCES
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """Of one launch, whose `variables` and `container` are those that are meant, and not those of this process."""
+
+    settings: Settings
+    placement: Placement
+    variables: Mapping[str, str]
+    container: Container | None
+    findings: Findings
+
+    def run(self) -> Estimate | None:
+        """Look at the model's files, and what it takes; None where that is not known."""
+        findings = self.findings
+        with tempfile.TemporaryDirectory() as spare:
+            try:
+                model = find_description(self.settings, self.variables, Path(spare))
+                config = read_json(model.folder / "config.json", "the model's description")
+            except HubError as error:
+                findings.problems.append(str(error))
+                findings.unchecked.append("the model: its shards, memory and longest sequence")
+                return None
+            self._check_tokenizer(model)
+            found = estimate(
+                self.settings, self.placement, model.folder, config, self.variables, findings.problems.append
+            )
+            if found is not None:
+                self._add(found)
+            self._check_weights(model, found)
+            return found
+
+    def _check_tokenizer(self, model: Description) -> None:
+        findings, folder = self.findings, model.folder
+        names = model.names or {path.name for path in folder.iterdir()}
+        if "tokenizer.json" in names:
+            if model.names:
+                findings.unchecked.append("the tokenizer, which is fetched at the first start")
+            else:
+                given = self.settings.values["tokenizer_config_path"]
+                findings.attempt(lambda: _load_tokenizer(folder, given if given and Path(given).is_file() else None))
+        elif names & set(TOKENIZER_SOURCES):
+            findings.unchecked.append("the tokenizer, which is converted at the first start")
+        elif model.names or model.cache is None:
+            name = self.settings.shown_model if model.names else folder
+            findings.problems.append(
+                f"{name} has no tokenizer.json: add it, or serve a model that comes with its tokenizer"
+            )
+        else:
+            findings.unchecked.append("the tokenizer, which is not in the cache")
+
+    def _check_weights(self, model: Description, found: Estimate | None) -> None:
+        """Whether the weights are whole, or can be fetched."""
+        problems, override = self.findings.problems, self.settings.values["weights_cache_override"]
+        if self.settings.values["random_weights"]:
+            return
+        try:
+            files = weight_files(model.folder if override is None else Path(override).expanduser())
+            for path in files:
+                if path.suffix == ".safetensors":
+                    check_safetensors(path)
+        except HubError as error:
+            if override is not None or model.cache is None or is_offline(self.variables):
+                problems.append(str(error))
+            else:
+                self._check_download(model, model.cache, found.weight_bytes if found else 0)
+            return
+        if files[0].suffix == ".bin":
+            self.findings.notes.append(f"{files[0].name} is converted to safetensors at the first start")
+        elif found is not None and (layers := _count_layers(files)) < found.num_layers:
+            problems.append(
+                f"{files[0].parent} has weights of {layers} layers, but config.json says {found.num_layers}: fetch it "
+                "again"
+            )
+
+    def _check_download(self, model: Description, cache: Path, wanted: int) -> None:
+        """Whether the weights would be found, and have room. wanted: bytes, 0 where it is not known."""
+        findings = self.findings
+        if model.names and not choose_weights(model.names):
+            findings.problems.append(
+                f"{self.settings.shown_model} has no weights in a supported format: *.safetensors or *.bin"
+            )
+            return
+        size = f"about {readable(wanted)}" if wanted else "them"
+        findings.unchecked.append(f"the weights: the first start downloads {size}")
+        if self.container and not any(map(cache.is_relative_to, self.container.mounts.values())):
+            findings.notes.append(f"no folder of this machine is mounted at {cache}, where downloads go")
+            return
+        folder = nearest_folder(cache)
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            findings.problems.append(f"{cache} cannot be made: {error.strerror}; move --huggingface-hub-cache")
+            return
+        findings.attempt(lambda: need_space(folder, wanted, "for the weights: make room"))
+
+    def _add(self, found: Estimate) -> None:
+        findings, is_small = self.findings, found.parameters < 1e9
+        count, unit = (found.parameters / 1e6, "million") if is_small else (found.parameters / 1e9, "billion")
+        findings.add("parameters", f"{count:.3g} {unit}", found.stored)
+        findings.add("dtype", found.dtype, found.dtype_reason)
+        findings.notes += [found.warning] if found.warning else []
+        findings.unchecked += [f"memory: {found.unknown}"] if found.unknown else []
+        room = found.capacity
+        if room is None or found.memory is None:
+            return
+        findings.add("weights", f"{readable(room.weight_bytes_per_shard)} per shard")
+        size = room.max_batch_total_tokens * room.kv_bytes_per_token_per_shard
+        each = f"{room.kv_bytes_per_token_per_shard} bytes each; at most {room.kv_tokens} tokens fit"
+        findings.add("KV cache", f"{room.max_batch_total_tokens} tokens", f"{readable(size)} per shard, {each}")
+        shards = self.placement.layout.num_local
+        shared = f", shared by {shards} shards" if self.placement.device == "cpu" and shards > 1 else ""
+        findings.add("memory", readable(found.memory.free_bytes), found.memory.described + shared)
+        if found.memory.in_use:
+            findings.notes.append(f"{found.memory.in_use} are in use now, and must be free when the server starts")
+
+
+def _load_tokenizer(folder: Path, tokenizer_config_path: str | None) -> None:
+    from router.text.tokenizer import ModelTokenizer  # which takes time
+
+    refuse_placeholder(checked_file(folder, "tokenizer.json"))
+    ModelTokenizer.load(str(folder), None, tokenizer_config_path)
+
+
+def _count_layers(files: Iterable[Path]) -> int:
+    """By the first number in the names of tensors, as all families write it."""
+    highest = -1
+    for path in files:
+        with safe_open(path, framework="np") as file:
+            numbers = (re.search(r"\.(\d+)\.", f".{name}") for name in file.keys())
+            highest = max([highest, *(int(number[1]) for number in numbers if number)])
+    return highest + 1
