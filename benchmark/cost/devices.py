@@ -24,7 +24,7 @@ from benchmark.cost.roofline import DATA_SHEET, MEASURED, Ceilings, Pipeline, Se
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
 from benchmark.result import BenchError
 from host.cgroups import available_bytes
-from server.arch.footprint import LOGIT_BYTES, step_bytes
+from server.arch.footprint import LOGIT_BYTES, least_step_bytes, step_bytes
 from server.quantisation import sizes
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ class DatasheetDevice:
     def free_bytes(self, weights: float, activations: float, num_shards: int) -> float:
         """Bytes that one shard may take for its KV cache, beside its weights."""
         if self.is_cpu:
-            return (self.memory_bytes / num_shards - weights) * (1 - CPU_HEADROOM)
+            left = self.memory_bytes / num_shards - weights
+            return min(left * (1 - CPU_HEADROOM), left - activations)
         return self.memory_bytes - RESERVED_BYTES - weights - activations
 
 
@@ -174,7 +175,7 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     weights += shape.padding_bytes(served.quantize, num_shard)
     weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
     kv_bytes = served.kv_bytes_per_token * replace(served, ranks=num_shard).kv_copies // num_shard
-    free = device.free_bytes(weights, _step_bytes(served, num_shard, args), num_shard)
+    free = device.free_bytes(weights, _step_bytes(served, device, num_shard, args), num_shard)
     tokens = max(0, int(free // (kv_bytes * BLOCK_SIZE)) * BLOCK_SIZE)
     blocks = -(-args.max_total_tokens // BLOCK_SIZE) + (shape.spec.encoder is not None)  # which has blocks of its own
     useful = args.max_concurrent_requests * blocks * BLOCK_SIZE
@@ -184,9 +185,11 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     return Capacity(num_shard, weights, kv_bytes, tokens, min(tokens, useful), problem)
 
 
-def _step_bytes(served: ServedModel, num_shard: int, args: Namespace) -> float:
+def _step_bytes(served: ServedModel, device: DatasheetDevice, num_shard: int, args: Namespace) -> float:
     """Bytes of the largest prompt step, and of the decode steps that a GPU keeps captured: most of it their logits."""
     spec, itemsize = served.shape.spec, DTYPE_BYTES[served.dtype]
+    if device.is_cpu:
+        return least_step_bytes(spec, args.max_batch_prefill_tokens, itemsize, num_shard)
     captured = min(CAPTURED_BATCH, args.max_concurrent_requests)
     logits: int = CAPTURED_FORMS * captured * LOGIT_BYTES * spec.vocab_size
     prompts = step_bytes(spec, args.max_batch_prefill_tokens, itemsize, num_shard)

@@ -74,13 +74,14 @@ class Room:
     sequence_tokens: int  # of the longest sequence that the cache has room for
     step_seconds: float = 0.0  # of any size
     token_seconds: float = 0.0  # for each of its tokens
+    is_full: bool = False  # whether no load could fill a larger cache
 
     def longest(self, *, is_inferred: bool) -> int:
         """The longest sequence that nobody asked for. is_inferred: whether the cache is what fitted into memory.
 
         Shards that are started again may find less memory, and a limit that clients were told does not change.
         """
-        kept_back = self.cache_tokens // KEPT_BACK if is_inferred else 0
+        kept_back = self.cache_tokens // KEPT_BACK if is_inferred and not self.is_full else 0
         return min(self.cache_tokens - kept_back, self.sequence_tokens)
 
 

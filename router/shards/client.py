@@ -117,11 +117,11 @@ class KvCache:
     step_seconds: float = 0.0  # what any step with a prompt takes; 0 if that is not known
     token_seconds: float = 0.0  # and what each of its tokens adds
 
-    @property
-    def room(self) -> Room:
-        """What limits are derived from."""
+    def room(self, useful_tokens: int) -> Room:
+        """What limits are derived from. useful_tokens: that the largest load could fill."""
         tokens = min(self.max_batch_total_tokens, self.block_size * self.num_blocks)
-        return Room(tokens, self.max_total_tokens, self.step_seconds, self.token_seconds)
+        is_full = self.max_batch_total_tokens >= useful_tokens
+        return Room(tokens, self.max_total_tokens, self.step_seconds, self.token_seconds, is_full)
 
 
 @dataclass(frozen=True, slots=True)

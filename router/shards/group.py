@@ -90,7 +90,8 @@ class ShardGroup:
         cache = await self._client.warmup(**wanted)
         longest = wanted["max_total_tokens"]
         if wanted["may_be_shorter"]:
-            longest = min(longest, cache.room.longest(is_inferred=not wanted["max_batch_total_tokens"]))
+            room = cache.room(wanted["useful_tokens"])
+            longest = min(longest, room.longest(is_inferred=not wanted["max_batch_total_tokens"]))
         self._wanted = wanted | {
             "max_batch_total_tokens": 0,
             "useful_tokens": cache.max_batch_total_tokens,

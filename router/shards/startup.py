@@ -48,18 +48,19 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
     model = await shards.info()
     has_encoder = model.decoder_start is not None
     lengths = derive_lengths(config, model.max_positions, has_encoder=has_encoder)
+    useful = useful_tokens(config, lengths, block_size=model.block_size, has_encoder=has_encoder)
     cache = await shards.warmup(
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         max_total_tokens=lengths.max_total_tokens,
         max_batch_total_tokens=config.max_batch_total_tokens or 0,
-        useful_tokens=useful_tokens(config, lengths, block_size=model.block_size, has_encoder=has_encoder),
+        useful_tokens=useful,
         max_top_n_tokens=config.max_top_n_tokens,
         max_sequences=max_sequences(config),
         may_be_shorter=config.max_total_tokens is None,
     )
     limits = resolve(
         config,
-        cache.room,
+        cache.room(useful),
         max_positions=model.max_positions,
         has_encoder=has_encoder,
         vocab_size=model.vocab_size,

@@ -16,6 +16,8 @@ STREAM_COPIES, STEP_COPIES = 6, 3
 # Rows whose logits are looked at together: 128 rows of BLOOM's 250,880 are 128 MB, and sampling takes several times
 # that: float32, and what sorting takes.
 LOGIT_ROWS, LOGIT_BYTES = 128, 12
+# Prompt tokens of a step that a CPU has room for in any case: with fewer, one is mostly the reading of weights.
+LEAST_PREFILL_TOKENS = 256
 
 
 def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
@@ -23,6 +25,12 @@ def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: i
     widest = max(_products(layer.mlp) for layer in spec.layers) + 3 * spec.num_heads * spec.head_dim
     activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
     return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
+
+
+def least_step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
+    """The same of the smallest step that `prefill_tokens` may become; an encoder reads its prompts whole."""
+    tokens = prefill_tokens if spec.encoder is not None else min(prefill_tokens, LEAST_PREFILL_TOKENS)
+    return step_bytes(spec, tokens, itemsize, world_size)
 
 
 def layer_sizes(spec: ArchSpec) -> list[int]:

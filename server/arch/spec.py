@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 SHARD_COUNTS = (1, 2, 4, 8)
+MOST_POSITIONS = 2**31 - 1  # of a sequence
 
 
 class Residual(Enum):
@@ -265,7 +266,7 @@ def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
         else layer
         for layer in spec.layers
     )
-    return replace(spec, layers=layers, max_positions=int(spec.max_positions * factor))
+    return replace(spec, layers=layers, max_positions=min(int(spec.max_positions * factor), MOST_POSITIONS))
 
 
 def validate(spec: ArchSpec, world_size: int) -> None:

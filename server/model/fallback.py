@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from server.arch import families
+from server.arch.footprint import LEAST_PREFILL_TOKENS
 from server.config import AUTO, ShardConfig
 from server.offload.share import Share
 from server.quantisation.kv import AS_COMPUTED
@@ -91,6 +92,10 @@ class FallbackModel:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, is_paged=False)
+
+    def least_step_bytes(self, prefill_tokens: int, dtype: torch.dtype) -> int:
+        """About the logits of all its tokens, which transformers may compute."""
+        return min(prefill_tokens, LEAST_PREFILL_TOKENS) * self.vocab_size * dtype.itemsize
 
     def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
         """The logits [T, V] of a step's tokens; zeros where they are not asked for."""

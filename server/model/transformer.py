@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from server.arch.footprint import least_step_bytes
 from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, Rope
 from server.arch.stages import Stage
 from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
@@ -182,6 +183,10 @@ class Transformer:
         """What one token takes in this rank's cache."""
         kv_heads = len(local_kv_heads(self.spec, self.shard))
         return KVShape(len(self.stage.layers), kv_heads, self.spec.head_dim, dtype, format=self.cache)
+
+    def least_step_bytes(self, prefill_tokens: int, dtype: torch.dtype) -> int:
+        """See `footprint.least_step_bytes`."""
+        return least_step_bytes(self.spec, prefill_tokens, dtype.itemsize, self.shard.world_size)
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

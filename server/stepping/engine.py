@@ -410,6 +410,9 @@ class Model(Protocol):
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""
 
+    def least_step_bytes(self, prefill_tokens: int, dtype: torch.dtype) -> int:
+        """About what this rank's step takes whose prompts are no longer than they must be, at most `prefill_tokens`."""
+
     def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
         """The hidden states [T, D] of a step's tokens behind the last layer; their keys and values are kept."""
 

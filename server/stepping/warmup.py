@@ -2,7 +2,8 @@
 
 The profile run computes the largest step that can come, made up, so that what it takes is known before the KV cache
 takes the rest. Where memory is not measured (on a CPU the cache's tensors take memory only when they are written, and a
-share of the machine's memory is kept back for everything else), a short prompt makes the libraries allocate and plan.
+share of the machine's memory, enough for a step, is kept back for everything else), a short prompt makes the libraries
+allocate and plan.
 
 Then one sequence of two tokens is generated as clients' will be, so that nothing is left for the first request to set
 up: not the capture of a graph, not a library's first call.
@@ -144,7 +145,7 @@ def warm_up(
     engine.release()  # the profile run's cache is free again
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
-        free -= host_bytes
+        free = max(0, min(free, _beside_a_step(engine, prefill_tokens, fraction)) - host_bytes)
     room = partial(_room, engine, free - step_bytes - expected_bytes)
     if may_be_shorter:
         total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
@@ -167,6 +168,12 @@ def warm_up(
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
     products = engine.backend.measured_products()
     return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times)
+
+
+def _beside_a_step(engine: Engine, prefill_tokens: int, fraction: float) -> int:
+    """Bytes that a KV cache may take where a step's memory is estimated and not measured."""
+    left = engine.device.left_bytes(fraction=fraction, world_size=engine.shard.sharing, kv_bytes=0)
+    return left - engine.model.least_step_bytes(prefill_tokens, engine.kv_shape.dtype)
 
 
 def _room(engine: Engine, free_bytes: int, longest: int) -> int:
@@ -197,7 +204,8 @@ def _profile(
         sampled=LOGIT_ROWS if measures else 1,
         has_encoder=engine.has_encoder,
     )
-    engine.allocate(run.kv_tokens, total_tokens, max(sequences, len(run.lengths)))
+    longest = total_tokens if measures else max(run.lengths)
+    engine.allocate(run.kv_tokens, longest, max(sequences, len(run.lengths)))
     step_bytes = engine.device.peak_bytes(partial(_step, engine, run.request(top_n_tokens)))
     return step_bytes, graph_bytes(engine)
 

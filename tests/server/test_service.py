@@ -103,6 +103,9 @@ async def test_a_shard_that_is_warm_answers_the_next_router_as_the_first(shard: 
             another.max_batch_total_tokens, another.useful_tokens = wanted, useful
             assert reply == await stub.Warmup(another)
         another.max_total_tokens = LIMITS.max_total_tokens + 1
+        another.may_be_shorter = True  # of a router that is started beside a group in the first one's place
+        assert reply == await stub.Warmup(another)
+        another.may_be_shorter = False
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Warmup(another)
         assert f"max_total_tokens is {another.max_total_tokens}, but this shard is warm for" in str(

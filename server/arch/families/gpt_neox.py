@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.hf_config import Config, activation, rope, share_of
+from server.arch.families.hf_config import Config, activation, longest_sequence, rope, share_of
 from server.arch.names import NameMap, QkvLayout
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 
@@ -32,6 +32,7 @@ def spec(config: Config) -> ArchSpec:
     base = config.get("rotary_emb_base", 10000)
     mlp = Dense(config["intermediate_size"], activation(config["hidden_act"]))
     dim = share_of(hidden, heads)
+    position = rope(config, int(dim * share), theta=base)
     return ArchSpec(
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
@@ -40,10 +41,10 @@ def spec(config: Config) -> ArchSpec:
         head_dim=dim,
         norm=LayerNormSpec(config["layer_norm_eps"]),
         residual=Residual.PARALLEL_TWO_NORMS if config.get("use_parallel_residual", True) else Residual.PRE,
-        layers=(LayerSpec(mlp, rope(config, int(dim * share), theta=base)),) * config["num_hidden_layers"],
+        layers=(LayerSpec(mlp, position),) * config["num_hidden_layers"],
         tied_head=config.get("tie_word_embeddings", False),
         qkv_bias=bias,
         attention_out_bias=bias,
         mlp_bias=True,
-        max_positions=config["max_position_embeddings"],
+        max_positions=longest_sequence(config, position),
     )

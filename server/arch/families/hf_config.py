@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from server.arch.spec import (
+    MOST_POSITIONS,
     Activation,
     ArchSpec,
     DynamicScaling,
@@ -52,7 +53,7 @@ def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
     return Kind(f"a list of {of}", lambda value: isinstance(value, list) and all(map(fits, value)))
 
 
-SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2)
+SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2, MOST_POSITIONS)
 NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -68,12 +69,16 @@ FIELDS: dict[str, Kind] = {
         (
             SIZE,
             "d_ff d_kv d_model decoder_sparse_step ffn_dim ffn_hidden_size head_dim hidden_size intermediate_size "
-            "kv_channels model_max_length moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads "
-            "n_inner n_positions num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads "
-            "num_local_experts padded_vocab_size relative_attention_max_distance relative_attention_num_buckets "
-            "seq_length sliding_window_pattern vocab_size word_embed_proj_dim",
+            "kv_channels moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads n_inner "
+            "num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts "
+            "padded_vocab_size relative_attention_max_distance relative_attention_num_buckets sliding_window_pattern "
+            "vocab_size word_embed_proj_dim",
         ),
-        (POSITIONS, "max_position_embeddings original_max_position_embeddings"),
+        (
+            POSITIONS,
+            "max_position_embeddings max_seq_len model_max_length n_positions original_max_position_embeddings "
+            "seq_length",
+        ),
         (COUNT, "decoder_start_token_id max_window_layers num_experts num_ln_in_parallel_attn sliding_window"),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (NUMBER, "alibi_bias_max attention_factor clip_qkv mscale mscale_all_dim softmax_scale"),
@@ -210,6 +215,18 @@ def rope(config: Config, dim: int, *, kind: str | None = None, theta: float = 10
     if name not in SCALINGS:
         raise ValueError(f"config.json asks for the rope type {name!r}; served are: {', '.join(sorted(SCALINGS))}")
     return Rope(theta=float(base), dim=dim, scaling=SCALINGS[name](given, config))
+
+
+def longest_sequence(config: Config, position: Rope) -> int:
+    """Tokens of the longest sequence: as config.json says, or as many as its rotation is scaled to, if that is more.
+
+    Whoever adds YaRN or a dynamic scaling to a config leaves the trained length there. Linear scalings say nothing:
+    some configs give the length before them, and some behind.
+    """
+    scaling, given = position.scaling, config["max_position_embeddings"]
+    if not isinstance(scaling, DynamicScaling | YarnScaling):
+        return int(given)
+    return min(max(given, int(scaling.factor * scaling.trained_positions)), MOST_POSITIONS)
 
 
 def _trained(given: Config, config: Config) -> int:

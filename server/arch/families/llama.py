@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.hf_config import Config, activation, head_dim, rope
+from server.arch.families.hf_config import Config, activation, head_dim, longest_sequence, rope
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerSpec, Residual, RmsNormSpec
 
@@ -28,6 +28,7 @@ NAMES = NameMap(
 
 def spec(config: Config) -> ArchSpec:
     dim = head_dim(config)
+    position = rope(config, dim)
     mlp = Gated(config["intermediate_size"], activation(config["hidden_act"]))
     return ArchSpec(
         vocab_size=config["vocab_size"],
@@ -37,10 +38,10 @@ def spec(config: Config) -> ArchSpec:
         head_dim=dim,
         norm=RmsNormSpec(config["rms_norm_eps"]),
         residual=Residual.PRE,
-        layers=(LayerSpec(mlp, rope(config, dim)),) * config["num_hidden_layers"],
+        layers=(LayerSpec(mlp, position),) * config["num_hidden_layers"],
         tied_head=config.get("tie_word_embeddings", False),
         qkv_bias=config.get("attention_bias", False),
         attention_out_bias=config.get("attention_bias", False),
         mlp_bias=config.get("mlp_bias", False),
-        max_positions=config["max_position_embeddings"],
+        max_positions=longest_sequence(config, position),
     )

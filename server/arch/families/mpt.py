@@ -38,4 +38,5 @@ def spec(config: Config) -> ArchSpec:
         tied_head=True,
         qkv_clip=attention.get("clip_qkv") or 0.0,
         scale=attention.get("softmax_scale") or 0.0,
+        max_positions=config.get("max_seq_len", 0),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, head_dim, rope, windowed
+from server.arch.families.hf_config import Config, activation, head_dim, longest_sequence, rope, windowed
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 
 NAMES = replace(
@@ -21,6 +21,7 @@ NAMES = replace(
 
 def spec(config: Config) -> ArchSpec:
     dim, bias = head_dim(config), config.get("use_bias", True)
+    position = rope(config, dim)
     mlp = Dense(config["intermediate_size"], activation(config["hidden_act"]))
     base = ArchSpec(
         vocab_size=config["vocab_size"],
@@ -30,11 +31,11 @@ def spec(config: Config) -> ArchSpec:
         head_dim=dim,
         norm=LayerNormSpec(config["norm_epsilon"]),
         residual=Residual.PRE,
-        layers=(LayerSpec(mlp, rope(config, dim)),) * config["num_hidden_layers"],
+        layers=(LayerSpec(mlp, position),) * config["num_hidden_layers"],
         tied_head=config.get("tie_word_embeddings", True),
         qkv_bias=bias,
         attention_out_bias=bias,
         mlp_bias=bias,
-        max_positions=config["max_position_embeddings"],
+        max_positions=longest_sequence(config, position),
     )
     return windowed(base, config, lambda i: True)

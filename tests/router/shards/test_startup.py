@@ -35,6 +35,8 @@ def test_gaps_follow_a_short_model_and_a_small_cache() -> None:
     short = limits_of(make_config(), max_positions=512)
     assert (512, "the model's longest sequence") == (short.max_total_tokens, short.sources["max_total_tokens"])
     assert 8750 == limits_of(make_config(), max_positions=9000, max_batch_total_tokens=10_000).max_total_tokens
+    alone = limits_of(make_config(max_batch_size=1), max_positions=512, max_batch_total_tokens=512)
+    assert (512, "the model's longest sequence") == (alone.max_total_tokens, alone.sources["max_total_tokens"])
     small = limits_of(make_config(), max_batch_total_tokens=100, block_size=16)
     assert (small.max_input_length, small.max_total_tokens) == (87, 88)
     assert "the KV cache that fits into memory" == small.sources["max_total_tokens"]

@@ -56,8 +56,29 @@ def test_whatever_a_field_is_it_is_served_or_refused_with_a_sentence(case: str) 
 
 
 @pytest.mark.parametrize(
+    ("case", "fields", "longest"),
+    [
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 1024),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0**40}}, 2**31 - 1),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, 1024),
+        ("gpt_neox", {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}}, 256),
+        ("mpt", {"max_seq_len": 8192}, 8192),
+        ("opt", {}, 256),
+        ("chatglm", {"seq_length": 32768}, 32768),
+        ("bloom", {"seq_length": 2048}, 0),
+        ("t5", {"n_positions": 512}, 0),
+    ],
+)
+def test_the_longest_sequence_is_what_the_positions_reach(case: str, fields: dict[str, Any], longest: int) -> None:
+    given = {name: value for name, value in config_of(case).items() if name != "rope_parameters"}
+    assert longest == families.find(given | fields)[1].max_positions
+
+
+@pytest.mark.parametrize(
     ("fields", "sentence"),
     [
+        ({"max_position_embeddings": 2**33}, "max_position_embeddings 8589934592, which must be .* from 2 to"),
         ({"model_type": []}, r"config\.json says model_type \[\], which must be a text: download it again"),
         ({"hidden_size": "64"}, "hidden_size '64', which must be a whole number from 1 to"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, which must be a whole number from 1 to 10000"),

@@ -9,7 +9,15 @@ import torch
 
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
-from server.stepping.warmup import ROWS_OF_KERNELS, ProfileRun, _compile_kernels, graph_bytes, longest_that_fits
+from server.stepping.warmup import (
+    ROWS_OF_KERNELS,
+    ProfileRun,
+    _beside_a_step,
+    _compile_kernels,
+    _profile,
+    graph_bytes,
+    longest_that_fits,
+)
 
 
 @pytest.mark.parametrize("has_encoder", [False, True])
@@ -66,3 +74,19 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
 def test_the_longest_sequence_is_what_the_cache_holds(blocks: int, per_longest: int, expected: int) -> None:
     """Where blocks are not on the device, an area for a longest sequence takes room of its own."""
     assert expected == longest_that_fits(100, lambda longest: 1000 * max(0, blocks - per_longest * longest), 1000)
+
+
+def test_a_cache_leaves_room_for_a_step_where_memory_is_not_measured() -> None:
+    device = SimpleNamespace(left_bytes=lambda **given: 1000 // given["world_size"] - given["kv_bytes"])
+    model = SimpleNamespace(least_step_bytes=lambda tokens, dtype: tokens * dtype.itemsize)
+    shape, shard = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(sharing=2)
+    engine = SimpleNamespace(device=device, model=model, kv_shape=shape, shard=shard)
+    assert 300 == _beside_a_step(engine, 100, fraction=1.0)  # type: ignore[arg-type]
+
+
+def test_a_short_profile_run_makes_no_tables_for_the_longest_sequence() -> None:
+    made: list[tuple[int, ...]] = []
+    device = SimpleNamespace(measures_memory=False, peak_bytes=lambda step: 0)
+    engine = SimpleNamespace(device=device, has_encoder=False, graphs=None, allocate=lambda *sizes: made.append(sizes))
+    _profile(engine, 4096, 2**31 - 1, 5, 128)  # type: ignore[arg-type]
+    assert [(80, 63, 128)] == made
