@@ -113,7 +113,7 @@ def test_the_exit_code_says_whether_it_would_start() -> None:
     assert (0, "") == (good.returncode, good.stderr) and good.stdout.startswith("would start\n")
     bad = command("--", "--port", "0", "--num-shard", "3", MAX_BEST_OF="0")
     assert 1 == bad.returncode and bad.stdout.startswith(
-        "would not start: 2 problems\n- --num-shard is 3: give one of 1, 2, 4, 8\n- --max-best-of is 0"
+        "would not start: 2 problems\n- --num-shard is 3: give one of auto, 1, 2, 4, 8\n- --max-best-of is 0"
     )
 
 

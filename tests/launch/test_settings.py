@@ -136,7 +136,7 @@ def test_setting_and_alias_together_are_refused() -> None:
             for name, remedy in QUANTIZE_REFUSED.items()
         ),
         (["--quantize-head", "int4"], {}, "--quantize-head is int4: give one of int8, none"),
-        (["--num-shard", "3"], {}, "--num-shard is 3: give one of 1, 2, 4, 8"),
+        (["--num-shard", "3"], {}, "--num-shard is 3: give one of auto, 1, 2, 4, 8"),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
         (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),
         (["--api-key", " "], {}, "--api-key is ***: give a value or leave it out"),
@@ -212,7 +212,7 @@ def test_help_and_settings_page_never_fall_behind() -> None:
 
 def test_help_shows_what_may_be_chosen() -> None:
     shown = build_parser(public_settings()).format_help()
-    assert "--log-level debug|info|warn|error" in shown and "--num-shard 1|2|4|8" in shown
+    assert "--log-level debug|info|warn|error" in shown and "--num-shard auto|1|2|4|8" in shown
     assert "--port INT" in shown and "--max-batch-size REQUESTS" in shown
 
 
