@@ -3,8 +3,8 @@
 Every decision is `router.scheduling`'s; what is here instead of the router's batching loop is its order of events, with
 nothing to wait for: plan until two steps are under way, take the oldest reply, plan again. Tokens have no content. A
 token comes from every step once a prompt is through, so that a request's last step is known when its first token is:
-the work per step does not grow with its sequences but for what the scheduler itself does. One that is sent away ends as
-much later as it waits.
+the work per step does not grow with its sequences but for what the scheduler itself does. One that is sent away loses
+the tokens that are under way, as in the real loop, and ends as much later as it waits.
 
 Which replica gets a request is in `fleet.py`.
 
@@ -80,6 +80,8 @@ class Simulated(Scheduled):
     name: int = 0  # its first id, by which its blocks are known
     ends_in: int = 0  # the step that gives its last token, once its prompt is through; 0: not yet, or not any more
     paused_at: float = 0.0  # when it got the last token before it was sent away; 0: it was not
+    under_way: Iterable[_SimulatedStep] = ()  # steps, where it runs
+    num_dropped: int = 0  # tokens that were under way when it was sent away
 
     # What the scheduler asks of every sequence in every step, without a look at the request: there are no grammars. A
     # fleet of a thousand replicas has no request at hand that it looked at a while ago.
@@ -91,8 +93,8 @@ class Simulated(Scheduled):
 
     @property
     def num_written(self) -> int:
-        """Tokens of its answer that the steps sent so far yield."""
-        return min(self.num_scheduled, self.output_length)
+        """Tokens of its answer that have come back."""
+        return min(self.num_scheduled - sum(step.yields(self) for step in self.under_way), self.output_length)
 
     @property
     def is_held(self) -> bool:
@@ -113,6 +115,12 @@ class Simulated(Scheduled):
         """From now on it is about this request, which nobody has begun."""
         self.request = request
         self.prompt_length, self.most_tokens = len(request.token_ids), request.max_new_tokens
+
+    def begin_sequence(self, block_size: int | None) -> None:
+        """Start over with the tokens that have come back."""
+        num_scheduled = self.num_scheduled
+        Scheduled.begin_sequence(self, block_size)
+        self.num_dropped, self.under_way = num_scheduled - self.num_scheduled, ()
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:
         """A key for each full block of the prompt. Equal hashes are equal keys, as equal tokens would be."""
@@ -234,7 +242,10 @@ class _SimulatedStep:
     begins_at: float
     ends_at: float
     firsts: list[Simulated]  # whose prompts end in it
-    paused: list[Simulated]  # who streamed until they were sent away with it
+
+    def yields(self, entry: Simulated) -> bool:
+        """Whether the request gets a token from it."""
+        return entry in self.firsts or entry in self.plan.decoding
 
 
 class Replica:
@@ -296,9 +307,6 @@ class Replica:
         step = self._under_way.popleft()
         self._scheduler.computed(step.plan)
         self._scheduler.timed(step.plan, step.ends_at - step.begins_at)
-        self._streaming -= len(step.paused)
-        for entry in step.paused:
-            entry.paused_at = self._replied_at
         self._tally.num_given += self._streaming + len(step.firsts)
         if self._streaming:
             self._tally.gaps.append(now - self._replied_at)
@@ -332,10 +340,9 @@ class Replica:
 
     def _fill(self, now: float) -> None:
         """Send steps until two are under way or nothing is left to do."""
-        if self._scheduler.forecast is not None:
-            self._scheduler.forget_cancelled()  # who was sent away with the last token under way, and has got it
         while len(self._under_way) < MOST_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
-            paused = [entry for entry in plan.preempted.values() if self._is_paused(entry)]
+            for entry in plan.preempted.values():
+                self._pause(entry)
             for id in plan.held:
                 self._postpone(self._scheduler.running[id])
             firsts = self._completed(plan) if plan.chunks else []
@@ -345,11 +352,12 @@ class Replica:
                 self._ends_in(entry, plan.number + entry.output_length - entry.num_rebuilt - 1)
             begins_at = max(now, self._free_at)
             self._free_at = begins_at + self._cost.seconds(self._work(plan, firsts))
-            self._under_way.append(_SimulatedStep(plan, begins_at, self._free_at, firsts, paused))
+            self._under_way.append(_SimulatedStep(plan, begins_at, self._free_at, firsts))
             self._note(plan, self._free_at - begins_at)
             self._num_planned = plan.number
 
     def _admitted(self, plan: StepPlan[Simulated], entry: Simulated, now: float) -> None:
+        entry.under_way = self._under_way
         if entry.num_preempted:
             return  # it comes back
         entry.admitted_at = now
@@ -361,16 +369,19 @@ class Replica:
         entry.ends_in = step
         self._last_tokens.setdefault(step, []).append(entry)
 
-    def _is_paused(self, entry: Simulated) -> bool:
-        """Whether one that is sent away streamed, and will again: not if its last token is under way."""
+    def _pause(self, entry: Simulated) -> None:
+        """It is sent away, and what the steps under way yield of it is dropped."""
         if not entry.ends_in:
-            return False
-        self._context -= entry.context
-        step, entry.ends_in = entry.ends_in, 0
-        if step <= self._num_planned:
-            return False
-        self._last_tokens[step].remove(entry)
-        return True
+            return
+        self._context -= entry.context + entry.num_dropped
+        self._last_tokens[entry.ends_in].remove(entry)
+        entry.ends_in = 0
+        for step in self._under_way:
+            if entry in step.firsts:
+                step.firsts.remove(entry)
+                return
+        self._streaming -= 1
+        entry.paused_at = self._replied_at
 
     def _postpone(self, entry: Simulated) -> None:
         """It gets its tokens a step later, for want of a block."""

@@ -1,10 +1,14 @@
 """What running and waiting requests are expected to need, where KV blocks are given as sequences grow.
 
 A request is expected to become as long as those of its key and route did (`answer_lengths.py`), and may join the batch
-if the most that all are expected to hold at once (`outlook.py`) fits into the cache. Where that was wrong, sequences
-are sent away and computed again later: each token that is computed again holds back a token of the cache from those
-that would join, up to a share of MOST_HELD_BACK, and is forgiven once so many tokens were computed that it is no more
-than MOST_AGAIN of them. Left out: blocks, and who is sent away (`scheduler.py`).
+if the most that all are expected to hold at once (`outlook.py`) fits into the cache, or a little more. Where that was
+wrong, sequences are sent away and computed again later. An account steers how much: each token that is computed again
+holds back a token of the cache from those that would join, up to a share of MOST_HELD_BACK, and every computed token
+lends MOST_AGAIN of one, until MOST_AHEAD of the cache is lent beyond its end.
+
+A second account bounds it: of all tokens up to any step no more than MOST_AT_ALL are computed again for want of blocks,
+and what the cache holds once, and those that run then once each. Beyond that, whoever joins reserves all that it may
+get and is not sent away, until the share has fallen. Left out: blocks, and who is sent away (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from router.scheduling.outlook import Course, Outlook
 from router.scheduling.plan import S, StepPlan
 
 MOST_AGAIN = 0.02  # share of the computed tokens that had been computed before
+MOST_AHEAD = 0.05  # share of the cache: with a tenth more is computed again, and as much gained
+MOST_AT_ALL = 0.1  # as MOST_AGAIN: were it less, a surprise would have all reserve for long after it
 MOST_HELD_BACK = 0.125  # share of the cache: else who comes back would slow down all that have still to come back
 LOOKS = 4  # steps until what did not fit is looked at again, if none came or left: a look at 256 takes 50 µs
 
@@ -41,9 +47,12 @@ class DemandCounts:
 class Forecast(Generic[S]):
     """Expectations of one scheduler's requests."""
 
-    def __init__(self, block_size: int, num_lanes: int) -> None:
+    def __init__(self, block_size: int, num_lanes: int, most_tokens: int) -> None:
+        """most_tokens: that the cache holds."""
         self.counts = DemandCounts()
-        self.owed = 0.0  # tokens that are held back
+        self.most_tokens = most_tokens
+        self.owed = -MOST_AHEAD * most_tokens  # tokens that are held back; below 0: lent beyond the cache
+        self.excess = 0.0  # tokens of those sent away beyond MOST_AT_ALL
         self._block_size = block_size
         self._step = 1 / num_lanes  # of a sequence, for each step: the lanes take turns
         self._lengths = AnswerLengths()
@@ -53,6 +62,9 @@ class Forecast(Generic[S]):
 
     def expect(self, entry: S) -> None:
         """Say how long it becomes, by all that is known now."""
+        if self.is_exhausted:
+            entry.expected = entry.request.max_new_tokens
+            return
         history = self._lengths.of(entry.owner, entry.route)
         entry.expected = history.expected(entry.num_reached, entry.request.max_new_tokens)
 
@@ -104,20 +116,25 @@ class Forecast(Generic[S]):
         entry.num_counted = written
         return True
 
-    def fits(self, joining: S, most_tokens: int, leaving: Collection[S]) -> bool:
-        """Whether the cache, which holds `most_tokens`, has room for it until all but `leaving` have ended."""
-        self._look_again()
-        return self._has_room([self._course(joining)], most_tokens, leaving)
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether so much was sent away that who joins now reserves all that it may get."""
+        return self.excess > self.most_tokens
 
-    def num_fitting(self, joining: Sequence[S], known: int, most_tokens: int) -> int:
+    def fits(self, joining: S, leaving: Collection[S]) -> bool:
+        """Whether the cache has room for it until all but `leaving` have ended."""
+        self._look_again()
+        return self._has_room([self._course(joining)], leaving)
+
+    def num_fitting(self, joining: Sequence[S], known: int) -> int:
         """How many of these, from the first on, the cache has room for until all have ended: `known` at least."""
         self._look_again()
         courses = [self._course(entry) for entry in joining]
-        if self._has_room(courses, most_tokens):
+        if self._has_room(courses):
             return len(courses)
         # The peak never falls with another one, so that a few looks find how many are too many.
         num_more = range(known + 1, len(courses))
-        num = known + bisect_left(num_more, True, key=lambda num: not self._has_room(courses[:num], most_tokens))
+        num = known + bisect_left(num_more, True, key=lambda num: not self._has_room(courses[:num]))
         self._refused = joining[0], num, self._outlook.version, self._outlook.now
         return num
 
@@ -131,9 +148,9 @@ class Forecast(Generic[S]):
         for key in self._outlook.overdue():
             self._outlook.set(key, self._course(key))
 
-    def _has_room(self, joining: Sequence[Course], most_tokens: int, leaving: Collection[S] = ()) -> bool:
-        held_back = min(self.owed, MOST_HELD_BACK * most_tokens)
-        return self._outlook.peak(joining, leaving) + held_back <= most_tokens
+    def _has_room(self, joining: Sequence[Course], leaving: Collection[S] = ()) -> bool:
+        held_back = min(self.owed, MOST_HELD_BACK * self.most_tokens)
+        return self._outlook.peak(joining, leaving) + held_back <= self.most_tokens
 
     def _course(self, entry: S) -> Course:
         request = entry.request
@@ -144,14 +161,24 @@ class Forecast(Generic[S]):
     def planned(self, plan: StepPlan[S]) -> None:
         """A step was planned."""
         self._outlook.now += self._step
-        if self.owed:
-            self.owed = max(0.0, self.owed - MOST_AGAIN * (len(plan.decoding) + plan.prefill_tokens))
+        num_tokens = len(plan.decoding) + plan.prefill_tokens
+        self.owed = max(-MOST_AHEAD * self.most_tokens, self.owed - MOST_AGAIN * num_tokens)
+        self.excess = max(0.0, self.excess - MOST_AT_ALL * num_tokens)
 
-    def came_back(self, num_tokens: int, most_tokens: int) -> None:
-        """So many tokens of one that was sent away are computed again. most_tokens: that the cache holds.
+    def sent_away(self, entry: S) -> None:
+        """It leaves for want of blocks."""
+        self.counts.num_sent_away += 1
+        entry.num_lost = entry.num_computed
+        self.excess += entry.num_lost
 
-        No more than those are owed, or a surprise would be felt long after it.
+    def came_back(self, entry: S) -> None:
+        """One that was sent away has joined again: what was not found of it is computed again.
+
+        No more than the cache holds is owed, or a surprise would be felt long after it.
         """
-        self.counts.tokens_again += num_tokens
-        not_forgiven = num_tokens * (1 + MOST_AGAIN)  # by their own computation
-        self.owed = min(self.owed + not_forgiven, float(most_tokens))
+        num_again = max(0, entry.num_lost - entry.num_prompt_scheduled)
+        self.counts.tokens_again += num_again
+        not_forgiven = num_again * (1 + MOST_AGAIN)  # by their own computation
+        self.owed = min(self.owed + not_forgiven, float(self.most_tokens))
+        self.excess = max(0.0, self.excess - (entry.num_lost - num_again))
+        entry.num_lost = 0

@@ -224,7 +224,7 @@ class Scheduled:
     has_run: bool = False  # Whether it has, here or on another server: no other request of its key passes it any more.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
     num_preempted: int = 0  # How often it made room for another request.
-    num_lost: int = 0  # Tokens that were computed when it last made room.
+    num_lost: int = 0  # Tokens that were computed when it last left for want of blocks, until it joins again.
     arrival: int = 0  # Its place among all requests that came.
     expected: int = 0  # Generated tokens that it is expected to get: all that it asks for, or what was learnt.
     first_expected: int = 0  # The same when it was first admitted.

@@ -51,7 +51,9 @@ class Scheduler(Generic[S]):
         self._num_arrived = 0
         self._lacks_blocks = False  # whether a sequence cannot go on in the step that is planned, for want of a block
         is_on_demand = limits.kv_admission == "demand"
-        self.forecast: Forecast[S] | None = Forecast(limits.block_size, limits.num_lanes) if is_on_demand else None
+        most_tokens = limits.max_batch_total_tokens
+        forecast = Forecast[S](limits.block_size, limits.num_lanes, most_tokens) if is_on_demand else None
+        self.forecast: Forecast[S] | None = forecast
 
     @property
     def num_free_blocks(self) -> int:
@@ -269,6 +271,8 @@ class Scheduler(Generic[S]):
         assert not self.running
         self.limits = replace(self.limits, max_batch_total_tokens=max_batch_total_tokens, num_blocks=num_blocks)
         self.ledger.max_tokens = max_batch_total_tokens
+        if self.forecast is not None:
+            self.forecast.most_tokens = max_batch_total_tokens
         self._cache = PrefixCache(num_blocks, tiers)
 
     @property
@@ -332,7 +336,7 @@ class Scheduler(Generic[S]):
 
     def _send_away(self, entry: S) -> int:
         """Take a sequence out of the batch before its end; returns the id that it had."""
-        id, entry.num_lost = entry.id, entry.num_computed
+        id = entry.id
         self._release(entry)
         entry.id = self.new_id()
         entry.num_preempted += 1
@@ -349,17 +353,17 @@ class Scheduler(Generic[S]):
         """Whether it fits until all have ended, without `leaving`. One alone always does."""
         if self.forecast is None or len(self.running) == len(leaving):
             return True
-        return self.forecast.fits(entry, self.limits.max_batch_total_tokens, leaving)
+        return self.forecast.fits(entry, leaving)
 
     def _num_expected(self, waiting: Sequence[S], known: int, num: int) -> int:
         """How many of the first `num` of these fit until all have ended, where `known` do. One alone always does."""
         if self.forecast is None:
             return num
-        return self.forecast.num_fitting(waiting[:num], known or not self.running, self.limits.max_batch_total_tokens)
+        return self.forecast.num_fitting(waiting[:num], known or not self.running)
 
     def _first_grant(self, entry: S) -> int:
         """For how many generated tokens a request has room when it joins."""
-        if self.forecast is None:
+        if self.forecast is None or self.forecast.is_exhausted:
             return entry.request.max_new_tokens
         # So many that it may make room for another, if it was sent away before, once it needs more.
         return entry.request.filled_up(entry.num_known + MIN_ADVANCE, self.limits.block_size)
@@ -396,9 +400,9 @@ class Scheduler(Generic[S]):
             self._lacks_blocks = True
             return
         for one in leaving:
-            counts.num_sent_away += 1
             counts.blocks_given -= len(grown.pop(one.id, ()))
             away[self._send_away(one)] = one
+            self.forecast.sent_away(one)
         if entry not in leaving:
             was_enough = self._give(entry, needed, grown)
             assert was_enough
@@ -415,7 +419,10 @@ class Scheduler(Generic[S]):
         def is_enough(leaving: Sequence[S]) -> bool:
             return entry in leaving or self._is_free(tokens, blocks, leaving)
 
-        leaving = sent_away(staying, self.ledger, is_enough)
+        candidates = staying
+        if self.forecast is not None and self.forecast.is_exhausted:  # who has reserved all stays
+            candidates = [one for one in staying if one.granted < one.request.max_new_tokens]
+        leaving = sent_away(candidates, self.ledger, is_enough)
         is_oldest = entry is min(staying, key=lambda one: one.arrival)
         if entry in leaving or not (leaving or entry.num_known < entry.granted or is_oldest):
             return [entry]
@@ -555,9 +562,7 @@ class Scheduler(Generic[S]):
         if self.forecast is not None:
             self.forecast.admitted(entry)
             if entry.num_lost:
-                num_again = max(0, entry.num_lost - entry.num_prompt_scheduled)
-                self.forecast.came_back(num_again, self.limits.max_batch_total_tokens)
-                entry.num_lost = 0
+                self.forecast.came_back(entry)
         self.running[entry.id] = entry
         entry.lane = lane.number
         lane.size += 1

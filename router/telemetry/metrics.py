@@ -317,7 +317,7 @@ class DemandMetrics(Collector):
         counts = DemandCounts() if forecast is None else forecast.counts
         for name, (field, what) in self.COUNTERS.items():
             yield CounterMetricFamily(name, what, value=getattr(counts, field))
-        owed = 0.0 if forecast is None else forecast.owed
+        owed = 0.0 if forecast is None else max(0.0, forecast.owed)
         yield GaugeMetricFamily("tgi_kv_owed_tokens", "Tokens computed again beyond the share that may be", value=owed)
 
 

@@ -142,8 +142,9 @@ def batched(wanted: Sequence[Request], limits: Limits) -> list[Timings]:
         ({"waiting_served_ratio": 0.0, "prefill_chunk": "auto", "max_batch_prefill_tokens": 1024}, 60),
         ({"waiting_served_ratio": 0.0, "prefill_chunk": "auto", "max_inter_token_ms": 40}, 60),
         ({"waiting_served_ratio": 1.5, "max_waiting_tokens": 4}, 60),
-        # On demand, blocks that run out are a step or two apart: here tokens under way count as written.
         ({"max_batch_total_tokens": 300, "max_batch_prefill_tokens": 24, "kv_admission": "reserve"}, 40),
+        ({"max_batch_total_tokens": 300, "max_batch_prefill_tokens": 24, "kv_admission": "demand"}, 40),
+        ({"max_batch_total_tokens": 120, "max_batch_prefill_tokens": 24, "kv_admission": "demand"}, 20),
         ({"max_batch_size": 3, "max_waiting_tokens": 0}, 40),
     ],
 )
