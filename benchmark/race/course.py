@@ -8,6 +8,7 @@ right before and right after a cell, and the better of both counts, because band
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sys
@@ -34,6 +35,7 @@ MOST_LETTERS = 160
 POLL_S = 0.5
 TELLING = ("error", "not supported", "unsupported", "failed", "no module", "refus")
 SOURCE = "transformers"  # the folder of a shape's model as that library writes it
+RAISED = re.compile(r"\b\w*(?:Error|Exception): \S.*")
 WEIGHTS = (".gguf", ".safetensors", ".bin")
 
 
@@ -182,10 +184,13 @@ class Course:
             return file.read().decode(errors="replace")
 
     def _last_words(self, start: int) -> str:
-        """Why a command failed, as it says: the last line that speaks of an error, or else the last."""
-        lines = [line.strip() for line in self._printed(start).splitlines() if line.strip()]
-        telling = (line for line in reversed(lines) if any(word in line.lower() for word in TELLING))
-        return next(telling, last_line(self._log, start))[:MOST_LETTERS]
+        """Why a command failed, as it says: Python's last exception with a message, else the last line that speaks of
+        an error, else the last."""
+        printed = self._printed(start)
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
+        telling = [line for line in lines if any(word in line.lower() for word in TELLING)]
+        found = RAISED.findall(printed) or telling or [last_line(self._log, start)]
+        return str(found[-1])[:MOST_LETTERS]
 
     def _discard(self, cell: Cell, later: Sequence[Cell]) -> None:
         """Remove the models that no later cell needs."""

@@ -80,6 +80,7 @@ def test_whatever_a_system_does_the_others_are_measured(tmp_path: Path) -> None:
         Script("hangs", "import time; print('loading', flush=True); time.sleep(600)"),
         Script("crashes", "import os; os.kill(os.getpid(), 4)"),
         Script("refuses", "print('error: BLOOM has a tied head'); print('bye'); raise SystemExit(3)"),
+        Script("raises", "print('[0]: AttributeError: no cpu_gemm'); print('a user error'); raise SystemExit(1)"),
         Script("is silent", "pass"),
     )
     go(course(tmp_path, *systems, seconds=20.0), *(cell(one.name) for one in systems), cell("hangs", batch_size=32))
@@ -89,6 +90,7 @@ def test_whatever_a_system_does_the_others_are_measured(tmp_path: Path) -> None:
         "hangs 8": "cut after 20 s",
         "crashes 8": "crashed by SIGILL: ",
         "refuses 8": "failed with 3: error: BLOOM has a tied head",
+        "raises 8": "failed with 1: AttributeError: no cpu_gemm",
         "is silent 8": "its output has no line of JSON",
         "hangs 32": "not run: 100 x 8 was cut after 20 s",
     } == problems
