@@ -113,9 +113,9 @@ class Lockstep:
         return source
 
     def steps(self, task: Task) -> Command:
-        """Its own command for steps."""
+        """Its own command for steps. Its server has warmed up by a batch as large when it is ready."""
         cell = task.cell
-        sizes = {"-b": cell.batch_size, "-s": cell.prompt_tokens, "-d": cell.decode_length, "-r": task.runs}
+        sizes = {"-b": cell.batch_size, "-s": cell.prompt_tokens, "-d": cell.decode_length, "-r": task.runs, "-w": 0}
         return Command((*_bench("latency"), *self._options(task), *flags_of(sizes)))
 
     def times(self, printed: str, task: Task) -> Times:

@@ -97,7 +97,7 @@ def test_lockstep_is_asked_by_its_own_command() -> None:
     line = " ".join(system.steps(task(format="int4")).arguments)
     assert line.endswith(
         "-m benchmark latency --model-id model --device cpu --dtype bfloat16 --quantize int4 --cpu-kernels avx2 "
-        "-b 8 -s 100 -d 10 -r 2"
+        "-b 8 -s 100 -d 10 -r 2 -w 0"
     )
     rows = [{"step": "prefill", "p50_ms": 3.0}, {"step": "decode_token", "p50_ms": 2.0}, {"step": "decode_total"}]
     printed = f"| a table |\n{json.dumps({'rows': rows})}\nlast words"
