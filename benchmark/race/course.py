@@ -33,7 +33,7 @@ MAKE_SECONDS = 3600.0  # of a model, which is made once
 LEAST_REQUESTS = 3
 MOST_LETTERS = 160
 POLL_S = 0.5
-TELLING = ("error", "not supported", "unsupported", "failed", "no module", "refus")
+TELLING = ("error", "not supported", "unsupported", "failed to")
 SOURCE = "transformers"  # the folder of a shape's model as that library writes it
 RAISED = re.compile(r"\b\w*(?:Error|Exception): \S.*")
 WEIGHTS = (".gguf", ".safetensors", ".bin")
@@ -184,13 +184,13 @@ class Course:
             return file.read().decode(errors="replace")
 
     def _last_words(self, start: int) -> str:
-        """Why a command failed, as it says: Python's last exception with a message, else the last line that speaks of
-        an error, else the last."""
+        """Why a command failed, as it says: Python's last exception with a message, else the first line that speaks
+        of an error, which the others follow from, else the last line."""
         printed = self._printed(start)
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
         telling = [line for line in lines if any(word in line.lower() for word in TELLING)]
-        found = RAISED.findall(printed) or telling or [last_line(self._log, start)]
-        return str(found[-1])[:MOST_LETTERS]
+        found = RAISED.findall(printed)[-1:] or telling or [last_line(self._log, start)]
+        return str(found[0])[:MOST_LETTERS]
 
     def _discard(self, cell: Cell, later: Sequence[Cell]) -> None:
         """Remove the models that no later cell needs."""

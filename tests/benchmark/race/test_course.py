@@ -79,7 +79,7 @@ def test_whatever_a_system_does_the_others_are_measured(tmp_path: Path) -> None:
         Script("good"),
         Script("hangs", "import time; print('loading', flush=True); time.sleep(600)"),
         Script("crashes", "import os; os.kill(os.getpid(), 4)"),
-        Script("refuses", "print('error: BLOOM has a tied head'); print('bye'); raise SystemExit(3)"),
+        Script("refuses", "print('error: BLOOM has a tied head'); print('error: no model'); raise SystemExit(3)"),
         Script("raises", "print('[0]: AttributeError: no cpu_gemm'); print('a user error'); raise SystemExit(1)"),
         Script("is silent", "pass"),
     )
