@@ -118,6 +118,10 @@ def cells_of(
     ]
 
 
+MODEL = ("shape", "format", "system")  # fields of cells that have the same model
+AMOUNTS = ("prompt_tokens", "batch_size", "decode_length")
+
+
 class Records:
     """What came of the cells that have ended, kept in a file. A record is a cell's fields with its figures, or with
     `problem`: why there are none."""
@@ -147,13 +151,14 @@ class Records:
         self.all = {cell: record for cell, record in self.all.items() if "problem" not in record}
 
     def hopeless(self, cell: Cell) -> str | None:
-        """Why the cell would be cut too: one of the same system that has no more to do was; or None."""
+        """Why the cell would fail too: its model could not be made, or one that has no more to do was cut; or None."""
         for other, record in self.all.items():
-            is_alike = all(
-                getattr(cell, name) == getattr(other, name) for name in ("kind", "shape", "format", "system")
-            )
-            is_larger = cell.prompt_tokens >= other.prompt_tokens and cell.batch_size >= other.batch_size
-            if is_alike and is_larger and cell.decode_length >= other.decode_length and record.get("cut"):
+            if any(getattr(cell, name) != getattr(other, name) for name in MODEL):
+                continue
+            if record.get("unmade"):
+                return str(record["problem"])
+            has_no_less = all(getattr(cell, name) >= getattr(other, name) for name in AMOUNTS)
+            if record.get("cut") and cell.kind == other.kind and has_no_less:
                 return f"not run: {other.prompt_tokens} x {other.batch_size} was {record['problem']}"
         return None
 

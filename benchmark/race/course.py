@@ -39,6 +39,10 @@ RAISED = re.compile(r"\b\w*(?:Error|Exception): \S.*")
 WEIGHTS = (".gguf", ".safetensors", ".bin")
 
 
+class UnmadeError(BenchError):
+    """A model that its system cannot make."""
+
+
 class CutError(BenchError):
     """A command that was stopped because its time was over."""
 
@@ -100,6 +104,8 @@ class Course:
             return {"problem": problem}
         try:
             return self._measured(cell)
+        except UnmadeError as error:
+            return {"problem": str(error), "unmade": True}
         except CutError as error:
             return {"problem": str(error), "cut": True}
         except BenchError as error:
@@ -119,11 +125,17 @@ class Course:
         return {**found, **self._limits.figures(cell, stored, ceilings)}
 
     def make_model(self, cell: Cell) -> tuple[Path, Path]:
-        """The model of a cell as transformers has it, and as its system does, where they are not there yet."""
-        source = self._source(cell.shape)
+        """The model of a cell as transformers has it, and as its system does, made where they are not there yet.
+
+        Raises UnmadeError.
+        """
         folder = self._folders.models / cell.shape / cell.system
         run = partial(self._run, seconds=MAKE_SECONDS)
-        return source, self._systems[cell.system].make_model(source, folder, cell.format, run)
+        try:
+            source = self._source(cell.shape)
+            return source, self._systems[cell.system].make_model(source, folder, cell.format, run)
+        except BenchError as error:
+            raise UnmadeError(f"no model: {error}") from None
 
     def _timed(self, system: System, task: Task) -> dict[str, Any]:
         printed = self._run(system.steps(task), self._settings.seconds)

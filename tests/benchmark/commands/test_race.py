@@ -82,7 +82,7 @@ def test_models_can_be_made_first(race: list[str], tmp_path: Path, capsys: pytes
     made = {path.name for path in (tmp_path / "models" / "bloom-560m" / "llama.cpp").iterdir()}
     assert {"BF16.gguf"} == made and [] == runs(tmp_path)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("llama.cpp, bloom-560m q4_k_m: failed with 1: ") and "not divisible by 256" in line
+    assert line.startswith("llama.cpp, bloom-560m q4_k_m: no model: failed with 1: ") and "not divisible by 256" in line
 
 
 @pytest.mark.parametrize(

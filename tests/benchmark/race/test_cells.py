@@ -81,5 +81,13 @@ def test_what_has_more_to_do_than_what_was_cut_is_not_tried(tmp_path: Path) -> N
     records.add(cell(system="vLLM", batch_size=1), {"problem": "failed with 1: no"})
     assert "not run: 100 x 8 was cut after 9 s" == records.hopeless(cell(batch_size=32))
     assert "not run: 100 x 8 was cut after 9 s" == records.hopeless(cell(prompt_tokens=512))
-    for other in (cell(batch_size=1), cell(system="vLLM"), cell(format="int8", batch_size=32), cell(kind=SERVED)):
+    records.add(cell(system="OpenVINO"), {"problem": "no model: no", "unmade": True})
+    assert "no model: no" == records.hopeless(cell(system="OpenVINO", batch_size=1, kind=SERVED))
+    for other in (
+        cell(batch_size=1),
+        cell(system="vLLM"),
+        cell(format="int8", batch_size=32),
+        cell(kind=SERVED),
+        cell(system="OpenVINO", format="int8"),
+    ):
         assert records.hopeless(other) is None

@@ -127,10 +127,12 @@ def test_a_system_that_cannot_make_its_model_says_why(tmp_path: Path) -> None:
             run(Command((sys.executable, "-c", "raise NotImplementedError('Model BloomForCausalLM is not supported')")))
             raise AssertionError
 
-    go(course(tmp_path, Unable("unable"), Script("good")), cell("unable"), cell("good"))
-    unable, good = found(tmp_path).values()
-    assert str(unable["problem"]).endswith("NotImplementedError: Model BloomForCausalLM is not supported")
-    assert "problem" not in good
+    cells = (cell("unable"), cell("unable", batch_size=1), cell("good"))
+    go(course(tmp_path, Unable("unable"), Script("good")), *cells)
+    unable, again, good = found(tmp_path).values()
+    problem = "no model: failed with 1: NotImplementedError: Model BloomForCausalLM is not supported"
+    assert problem == unable["problem"] == again["problem"] and "problem" not in good
+    assert 1 == (tmp_path / "log.txt").read_text().count("\nNotImplementedError"), "it is tried once"
 
 
 def test_a_program_that_is_not_there_costs_its_cell(tmp_path: Path) -> None:
