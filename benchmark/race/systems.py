@@ -388,10 +388,10 @@ class Vllm:
     def server(self, task: Task) -> Command:
         """Its server for OpenAI's API."""
         own = {
-            "--model": task.model, "--served-model-name": MODEL_NAME, "--host": "127.0.0.1", "--port": task.port,
+            "--served-model-name": MODEL_NAME, "--host": "127.0.0.1", "--port": task.port,
             "--dtype": DTYPE, "--max-model-len": task.length, "--max-num-seqs": task.cell.batch_size,
         }  # fmt: skip
-        command = (str(self.python), "-m", "vllm.entrypoints.openai.api_server", *flags_of(own))
+        command = (str(self.python.with_name("vllm")), "serve", str(task.model), *flags_of(own))
         return Command((*command, "--no-enable-prefix-caching"), self._environment(task))
 
     def _environment(self, task: Task) -> dict[str, str]:

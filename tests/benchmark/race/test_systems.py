@@ -121,6 +121,9 @@ def test_engines_in_python_are_asked_by_one_script(tmp_path: Path) -> None:
         for printed in ("{}", '{"prefill_ms": [], "decode_ms": []}', '{"prefill_ms": [0], "decode_ms": [1]}'):
             with pytest.raises(BenchError):
                 system.times(printed, task())
+    command = Vllm(Path("/v/bin/python"), Path("/c/bin/python")).server(task())
+    assert ("/v/bin/vllm", "serve", "model") == tuple(command.arguments[:3])
+    assert "1" == command.environment["VLLM_CPU_INT4_W4A8"]
     with pytest.raises(BenchError, match="its package has no server"):
         OpenVino(Path("/o/bin/python")).server(task())
 
