@@ -23,15 +23,20 @@ TAIL_BYTES = 65536  # of a log, in which its last line is
 
 @contextmanager
 def started(
-    command: Sequence[str], environment: Mapping[str, str], output: int, grace_s: float = GRACE_S
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: int,
+    grace_s: float = GRACE_S,
+    folder: Path = ROOT,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A command that runs within the block; after it, neither it nor what it has started does. Raises OSError.
 
-    environment: variables beside those of this process. output: a descriptor for all that it prints.
+    environment: variables beside those of this process. output: a descriptor for all that it prints. folder: where it
+    runs, and leaves files that it was not asked for.
     """
     process = subprocess.Popen(
         ("env", *(f"{name}={value}" for name, value in environment.items()), *command),
-        cwd=ROOT,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -50,11 +55,16 @@ def started(
 
 
 def run_limited(
-    command: Sequence[str], environment: Mapping[str, str], output: int, seconds: float, grace_s: float = GRACE_S
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: int,
+    seconds: float,
+    grace_s: float = GRACE_S,
+    folder: Path = ROOT,
 ) -> str:
     """Run a command as `started` does; what became of it, in a word or two."""
     try:
-        with started(command, environment, output, grace_s) as process:
+        with started(command, environment, output, grace_s, folder) as process:
             code = process.wait(seconds)
     except OSError as error:
         return f"not started: {error.strerror}"

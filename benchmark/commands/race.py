@@ -237,7 +237,8 @@ def _version(system: System, log: Path) -> tuple[str, str]:
         return "", str(error)
     with log.open("ab") as file:
         start = log.stat().st_size
-        word = run_limited(command.arguments, command.environment, file.fileno(), VERSION_SECONDS)
+        folder = command.folder or log.parent
+        word = run_limited(command.arguments, command.environment, file.fileno(), VERSION_SECONDS, folder=folder)
     printed = log.read_bytes()[start:].decode(errors="replace").splitlines()
     said = [line.strip() for line in printed if line.strip()] or ["it says nothing"]
     line = next((line for line in said if "version" in line.lower()), said[-1])

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from benchmark.cost.devices import Gauge
 from benchmark.process import DONE, last_line, run_limited, started
 from benchmark.race.cells import SERVED, Cell, Records
 from benchmark.race.limits import Limits
-from benchmark.race.systems import Command, System, Task, load_generator, rows_of
+from benchmark.race.systems import Command, System, Task, load_generator, ours, rows_of
 from benchmark.result import BenchError
 from benchmark.terminal import Progress
 
@@ -147,7 +146,8 @@ class Course:
         with self._log.open("ab") as file:
             start = self._begin(file.fileno(), command)
             try:
-                with started(command.arguments, command.environment, file.fileno()) as server:
+                folder = command.folder or self._log.parent
+                with started(command.arguments, command.environment, file.fileno(), folder=folder) as server:
                     while not answers(task.port):
                         if server.poll() is not None:
                             raise BenchError(f"its server ended: {self._last_words(start)}")
@@ -167,8 +167,8 @@ class Course:
             unfinished = folder.with_name(f"{SOURCE}.partial")
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.parent.mkdir(parents=True, exist_ok=True)
-            make = (sys.executable, "-m", "benchmark.race.model", self._folders.shapes[shape], str(unfinished))
-            self._run(Command(make), MAKE_SECONDS)
+            make = ours("-m", "benchmark.race.model", self._folders.shapes[shape], str(unfinished))
+            self._run(make, MAKE_SECONDS)
             unfinished.rename(folder)
         return folder
 
@@ -176,7 +176,8 @@ class Course:
         """What the command printed. Raises BenchError where it failed, CutError where it was stopped."""
         with self._log.open("ab") as file:
             start = self._begin(file.fileno(), command)
-            word = run_limited(command.arguments, command.environment, file.fileno(), max(seconds, 1.0))
+            seconds, folder = max(seconds, 1.0), command.folder or self._log.parent
+            word = run_limited(command.arguments, command.environment, file.fileno(), seconds, folder=folder)
         if word.startswith("cut"):
             raise CutError(word)
         if word != DONE:

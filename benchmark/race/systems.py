@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from benchmark.launch import flags_of
 from benchmark.race.cells import FORMATS, Cell
 from benchmark.race.limits import DTYPE
-from benchmark.result import BenchError
+from benchmark.result import ROOT, BenchError
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -28,10 +28,11 @@ CONTEXT_STEP = 256  # tokens: llama.cpp rounds a sequence's context up to a mult
 
 @dataclass(frozen=True)
 class Command:
-    """What is run, and the variables that it finds set."""
+    """What is run, the variables that it finds set, and where; None: where the race has its log."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
 
 
 Run = Callable[[Command], str]  # runs it to its end; what it printed. Raises BenchError where it fails
@@ -106,7 +107,7 @@ class Lockstep:
 
     def version(self) -> Command:
         """The launcher's."""
-        return Command((sys.executable, "launcher.py", "--version"))
+        return ours("launcher.py", "--version")
 
     def make_model(self, source: Path, folder: Path, format: str, run: Run) -> Path:
         """The model itself, quantised while it is loaded."""
@@ -116,7 +117,7 @@ class Lockstep:
         """Its own command for steps. Its server has warmed up by a batch as large when it is ready."""
         cell = task.cell
         sizes = {"-b": cell.batch_size, "-s": cell.prompt_tokens, "-d": cell.decode_length, "-r": task.runs, "-w": 0}
-        return Command((*_bench("latency"), *self._options(task), *flags_of(sizes)))
+        return ours("-m", "benchmark", "latency", *self._options(task), *flags_of(sizes))
 
     def times(self, printed: str, task: Task) -> Times:
         """The medians of its rows."""
@@ -133,7 +134,7 @@ class Lockstep:
             "--max-total-tokens": task.length,
             "--max-concurrent-requests": max(128, cell.batch_size),
         }
-        return Command((sys.executable, "launcher.py", *self._options(task), *flags_of(limits)))
+        return ours("launcher.py", *self._options(task), *flags_of(limits))
 
     def _options(self, task: Task) -> list[str]:
         return flags_of(
@@ -150,8 +151,9 @@ class Lockstep:
 LOCKSTEP_STEPS = {"prefill": "prefill", "decode": "decode_token"}
 
 
-def _bench(command: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "benchmark", command)
+def ours(*arguments: str) -> Command:
+    """A command of this Python that finds our packages."""
+    return Command((sys.executable, *arguments), folder=ROOT)
 
 
 def load_generator(task: Task, requests: int, api: str) -> Command:
@@ -167,7 +169,7 @@ def load_generator(task: Task, requests: int, api: str) -> Command:
         "--output-length": cell.decode_length,
         "--num-requests": requests,
     }
-    return Command((*_bench("serving"), *flags_of(settings)))
+    return ours("-m", "benchmark", "serving", *flags_of(settings))
 
 
 MODEL_NAME = "race"

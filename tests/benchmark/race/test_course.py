@@ -17,7 +17,7 @@ from benchmark.cost.roofline import Ceilings
 from benchmark.race.cells import SERVED, Cell, Records
 from benchmark.race.course import Course, Folders, Settings, answers, stored_bytes
 from benchmark.race.limits import Limits
-from benchmark.race.systems import Command, Run, Task, Times, last_object
+from benchmark.race.systems import Command, Run, Task, Times, last_object, ours
 from benchmark.result import BenchError
 from benchmark.terminal import Progress, Stage
 from tests.benchmark.race.fakes import cell, make_source
@@ -54,7 +54,7 @@ class Script:
         return dict(last_object(printed))
 
     def server(self, task: Task) -> Command:
-        return Command((sys.executable, *self.serves.split(" ", 1), "--port", str(task.port)))
+        return ours(*self.serves.split(" ", 2 if self.serves.startswith("-m") else 1), "--port", str(task.port))
 
 
 def course(tmp_path: Path, *systems: Script, seconds: float = 60.0, keep_models: bool = True) -> Course:
@@ -133,6 +133,11 @@ def test_a_system_that_cannot_make_its_model_says_why(tmp_path: Path) -> None:
     problem = "no model: failed with 1: NotImplementedError: Model BloomForCausalLM is not supported"
     assert problem == unable["problem"] == again["problem"] and "problem" not in good
     assert 1 == (tmp_path / "log.txt").read_text().count("\nNotImplementedError"), "it is tried once"
+
+
+def test_what_a_program_leaves_behind_is_beside_the_log(tmp_path: Path) -> None:
+    go(course(tmp_path, Script("one", f"open('llama.log', 'w'); {GOOD}")), cell("one"))
+    assert (tmp_path / "llama.log").exists()
 
 
 def test_a_program_that_is_not_there_costs_its_cell(tmp_path: Path) -> None:
