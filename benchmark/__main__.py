@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "latency": "prefill and decode times by batch size, measured at the shards",
     "serving": "requests per second and latencies over HTTP, for any compatible server",
     "offline": "a file of prompts through the engine, without HTTP",
+    "race": "other programs for CPUs that are installed here, in turn with Lockstep, beside the machine's limits",
     "reproduce": "rerun a published benchmark on this machine and compare its figures",
     "plan": "memory and lower bounds of step times of a model on a device; loads nothing",
     "simulate": "simulate a fleet under load in virtual time; loads nothing",

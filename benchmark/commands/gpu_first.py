@@ -13,26 +13,23 @@ with a GPU may lack what else is needed: the first part of each run installs it 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmark.process import DONE, GRACE_S, last_line, run_limited
 from benchmark.result import ROOT, BenchError, table, write_atomically
 
 WHEELS = ROOT / "dist" / "wheels"
 MIB = 2**20
 MOST_WHEELS, MOST_IN_ALL = 20 * MIB, 64 * MIB
-GRACE_S = 5.0  # for a part that is cut to end by itself
 LEAST_S = 5.0  # a part is not begun with less
-NOT_REACHED, NOT_NEEDED, DONE = "not reached", "not needed", "done"
+NOT_REACHED, NOT_NEEDED = "not reached", "not needed"
 
 GPU_TESTS = (*"-m pytest -p no:cacheprovider -q -o faulthandler_timeout=60 -m".split(), "gpu and not kernels")
 KERNELS, ENGINES = "tests/gpu/kernels", "tests/gpu/engines"
@@ -214,7 +211,9 @@ class FirstMinutes:
             file.flush()
             start = file.tell()
             try:
-                outcome.word = run_part(outcome.part, self._environment, file.fileno(), seconds)
+                part = outcome.part
+                environment = {**self._environment, **part.environment}
+                outcome.word = run_limited(part.command, environment, file.fileno(), seconds, GRACE_S)
             finally:
                 outcome.seconds = time.monotonic() - began
                 outcome.last_line = last_line(log, start)
@@ -226,48 +225,6 @@ class FirstMinutes:
         """What became of each part, as a table."""
         rows = [(o.part.name, o.word, f"{o.seconds:.0f}", o.last_line.replace("|", "/")) for o in self.outcomes]
         return table(("Part", "Outcome", "Seconds", "Its last line"), rows)
-
-
-def run_part(part: Part, environment: Mapping[str, str], log: int, seconds: float) -> str:
-    """Run a command with its output to a descriptor; what became of it, in a word or two. It leaves no process."""
-    try:
-        process = subprocess.Popen(
-            ("env", *(f"{name}={value}" for name, value in {**environment, **part.environment}.items()), *part.command),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    except OSError as error:
-        return f"not started: {error.strerror}"
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        _signal(process, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        return f"cut after {seconds:.0f} s"
-    finally:
-        _signal(process, signal.SIGKILL)
-        process.wait()
-    if code < 0:
-        return f"crashed by {signal.Signals(-code).name}"
-    return f"failed with {code}" if code else DONE
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the command and all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def last_line(log: Path, start: int) -> str:
-    """The last line that says something, behind so many bytes; at most 160 characters of it."""
-    with log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - 65536))
-        lines = file.read().decode(errors="replace").splitlines()
-    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "")
 
 
 def travels() -> str:

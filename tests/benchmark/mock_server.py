@@ -143,13 +143,14 @@ def write_chunk(writer: asyncio.StreamWriter, event: Any) -> None:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    server = await asyncio.start_server(Mock(options).answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(Mock(options).answer, "127.0.0.1", options.port)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
     parser.add_argument("--ttft-ms", type=float, default=5)
     parser.add_argument("--gap-ms", type=float, default=1)
     parser.add_argument("--longest", type=int, default=10**6, help="tokens after which the model ends by itself")

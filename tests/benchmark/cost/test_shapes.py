@@ -24,6 +24,8 @@ SIZES = {
     "chatglm3-6b": (5.711, 0.2663, 28_672),
     "mt0-xxl-mt": (10.8721, 1.0245, 393_216),
     "opt-1.3b": (1.2086, 0.103, 196_608),
+    "qwen3-0.6b": (0.4405, 0.1556, 114_688),
+    "qwen3-4b": (3.6335, 0.389, 147_456),
     "tinyllama-1.1b": (0.969, 0.0655, 22_528),
 }
 # In billions, from the models' own cards and checkpoints.
@@ -35,6 +37,8 @@ TOTALS = {
     "chatglm3-6b": 6.2436,
     "mt0-xxl-mt": 12.92106,
     "opt-1.3b": 1.3158,
+    "qwen3-0.6b": 0.59605,
+    "qwen3-4b": 4.02247,
     "tinyllama-1.1b": 1.1000,
 }
 

@@ -1,0 +1,296 @@
+"""`lockstep-bench race`: Lockstep and other programs for CPUs in turn on this machine, on one model each, in one table.
+
+The others are those that are installed, each run by its own command line: llama.cpp and ik_llama.cpp, OpenVINO GenAI,
+vLLM. Beside each row is the least time that the machine could need. Here: the options, who takes part, and what the
+result says; the rest is in `benchmark/race/`. Left out: GPUs, and whether the texts are right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark import launch, options
+from benchmark.cost import shapes
+from benchmark.cost.devices import Probe, describe
+from benchmark.cost.shapes import NamedShape
+from benchmark.process import DONE, run_limited
+from benchmark.race import limits
+from benchmark.race.cells import FORMATS, SERVED, Cell, Entry, Records, cells_of, entry
+from benchmark.race.course import Course, Folders, Settings
+from benchmark.race.limits import Limits
+from benchmark.race.report import markdown
+from benchmark.race.systems import LlamaCpp, Lockstep, OpenVino, System, Vllm
+from benchmark.report.publishing import published
+from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
+from benchmark.terminal import Stage, shown, words
+from host import cpu_kinds
+
+SHAPES = (Entry("bloom-560m", ()), Entry("tinyllama-1.1b", ()), Entry("qwen3-0.6b", ()), entry("qwen3-4b=100x1"))
+SERVED_SHAPES = (Entry("tinyllama-1.1b", ()),)
+FORMATS_RUN = ("bf16", "int8", "int4", "q4_k_m")
+SYSTEMS = ("lockstep", "llama.cpp", "ik_llama.cpp", "openvino", "vllm")
+VERSION_SECONDS = 120.0
+START_SECONDS = 15.0  # of a system, about, until it computes
+OVER_LIMIT = 3.0  # times as long as its limit, about, a step takes
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    who = parser.add_argument_group("systems (default: those found on PATH)")
+    who.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="who takes part, if it is there")
+    who.add_argument("--llama-cpp", type=Path, metavar="DIR", help="its source, built in build/bin, or its programs")
+    who.add_argument("--ik-llama-cpp", type=Path, metavar="DIR", help="the same of ik_llama.cpp")
+    who.add_argument("--openvino", type=Path, metavar="PYTHON", help="Python that has openvino-genai and optimum-intel")
+    who.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python that has vLLM for CPUs")
+    who.add_argument("--llm-compressor", type=Path, metavar="PYTHON", help="Python that has llmcompressor (vLLM's)")
+    launch.add_kernels_argument(who)
+    what = parser.add_argument_group("what is run")
+    what.add_argument(
+        "--shape", type=entry, nargs="*", metavar="SHAPE[=SIZES]", default=SHAPES,
+        help="shapes, and sizes of their own as 100x8,512x1 (tokens x sequences)",
+    )  # fmt: skip
+    what.add_argument(
+        "--served", type=entry, nargs="*", metavar="SHAPE[=SIZES]", default=SERVED_SHAPES,
+        help="the same over HTTP, with so many clients",
+    )  # fmt: skip
+    what.add_argument(
+        "--format", nargs="+", choices=list(FORMATS), default=FORMATS_RUN, help="of weights (all but f16)"
+    )
+    what.add_argument("-d", "--decode-length", type=options.at_least_two, default=100, help="generated tokens (100)")
+    what.add_argument("--rounds", type=options.positive, default=1, help="times that each cell is run (1)")
+    what.add_argument("-r", "--runs", type=options.positive, default=1, help="batches in each of them (1)")
+    what.add_argument("--limit", type=options.number(at_least=1), default=300.0, metavar="S", help="of a cell (300)")
+    kept = parser.add_argument_group("what is kept")
+    kept.add_argument("--output", type=Path, required=True, metavar="DIR", help="race.jsonl, tables, log.txt")
+    kept.add_argument("--models", type=Path, metavar="DIR", help="folder of all models (OUTPUT/models)")
+    kept.add_argument("--discard-models", action="store_true", help="remove each model when no later cell needs it")
+    kept.add_argument("--retry", action="store_true", help="run again what race.jsonl says has failed")
+    kept.add_argument("--only-models", action="store_true", help="make the models, and run nothing on them")
+    kept.add_argument("--plan", action="store_true", help="only say what would run, and about how long")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the cells that are not in the file yet, and print the tables of all that are; 0. Raises BenchError."""
+    _check(args)
+    prepare_output(args.output)
+    named, steps, served = _named(args)
+    log = args.output.resolve() / "log.txt"
+    systems, notes = _present(args, log)
+    if not systems:
+        raise BenchError(f"nobody takes part: {' '.join(notes[1:])}")
+    records = Records(args.output / "race.jsonl")
+    if args.retry:
+        records.forget_problems()
+    known = {system.name: tuple(system.formats) for system in systems}
+    every = cells_of(steps, served, known, options.distinct(args.format), args.rounds, args.decode_length)
+    cells = [cell for cell in every if cell not in records]
+    if not every:
+        raise BenchError(f"nobody has a format of {', '.join(args.format)}: give another --format")
+    gauge, missing = _gauge()
+    floors = Limits({name: shape for name, (shape, _) in named.items()})
+    if args.plan:
+        print("\n\n".join([_plan(cells, floors, gauge, args), "\n".join(f"- {note}" for note in notes)]))
+        return 0
+    folders = Folders(_models(args), log, {name: where for name, (_, where) in named.items()})
+    settings = Settings(args.limit, args.runs, _threads(), keep_models=not args.discard_models)
+    course = Course(systems, records, floors, gauge, folders, settings)
+    if args.only_models:
+        _make_models(course, cells)
+        return 0
+    result = Result(_context(args, named), list(records.all.values()), [*notes, *missing])
+    stages = [Stage(str(cell), _seconds(cell, floors, gauge, args)) for cell in cells]
+    with published(result, markdown, args.output) as keep, shown("race", stages) as view:
+        try:
+            for _ in course.run(cells, view):
+                result.rows = list(records.all.values())
+                keep()
+        finally:
+            result.notes += [describe(gauge.seen)] if gauge is not None and gauge.seen else []
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what cannot be run before anything is looked for. Raises BenchError."""
+    if not args.shape and not args.served:
+        raise BenchError("there is nothing to run: give --shape or --served")
+    if args.cpu_kernels is not None and args.cpu_kernels not in cpu_kinds.CHOICES:
+        choices = ", ".join(cpu_kinds.CHOICES)
+        raise BenchError(f"--cpu-kernels is {args.cpu_kernels}: give one of {choices}")
+    try:
+        cpu_kinds.check(args.cpu_kernels or cpu_kinds.AUTO)
+    except ValueError as error:
+        raise BenchError(f"--cpu-kernels is {args.cpu_kernels}: {error}") from None
+
+
+def _make_models(course: Course, cells: Sequence[Cell]) -> None:
+    """Make the models of all cells. One that cannot be made is named, and its cells will say so too."""
+    for system, shape, format in options.distinct((cell.system, cell.shape, cell.format) for cell in cells):
+        cell = next(one for one in cells if (one.system, one.shape, one.format) == (system, shape, format))
+        try:
+            course.make_model(cell)
+        except BenchError as error:
+            print(f"{system}, {shape} {format}: {error}", file=sys.stderr)
+
+
+def _named(args: argparse.Namespace) -> tuple[dict[str, tuple[NamedShape, str]], list[Entry], list[Entry]]:
+    """The shapes by the names that cells have for them, with where each is found; and the entries by these names."""
+    named: dict[str, tuple[NamedShape, str]] = {}
+
+    def entries(given: Sequence[Entry]) -> Iterator[Entry]:
+        for one in given:
+            found = shapes.find(one.shape)
+            name = found.name.rsplit("/", 1)[-1]
+            where = str(Path(one.shape).resolve()) if Path(one.shape).exists() else one.shape
+            named[name] = (found, where)
+            yield Entry(name, one.sizes)
+
+    return named, list(entries(args.shape)), list(entries(args.served))
+
+
+def _models(args: argparse.Namespace) -> Path:
+    folder: Path = (args.models or args.output / "models").resolve()
+    prepare_output(folder)
+    return folder
+
+
+def _threads() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# ------------------------------------------------------------------------------------------------------- who takes part
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a system is looked for. place: what the user says, or what was found; None: nothing was."""
+
+    option: str
+    place: Path | None
+    system: Callable[[Path], System]
+
+
+def _seats(args: argparse.Namespace) -> dict[str, Seat]:
+    compressor = args.llm_compressor and args.llm_compressor.absolute()
+    llama = args.llama_cpp or _beside("llama-batched-bench")
+    return {
+        "lockstep": Seat("", Path(), lambda _: Lockstep(args.cpu_kernels)),
+        "llama.cpp": Seat("--llama-cpp", llama, _llama),
+        "ik_llama.cpp": Seat("--ik-llama-cpp", args.ik_llama_cpp, lambda folder: _ik_llama(folder, llama)),
+        "openvino": Seat("--openvino", args.openvino or _python_of("optimum-cli"), OpenVino),
+        "vllm": Seat("--vllm", args.vllm or _python_of("vllm"), lambda python: Vllm(python, compressor or python)),
+    }
+
+
+def _llama(folder: Path) -> LlamaCpp:
+    return LlamaCpp("llama.cpp", folder)
+
+
+def _ik_llama(folder: Path, llama: Path | None) -> LlamaCpp:
+    return LlamaCpp("ik_llama.cpp", folder, ("-rtr",), None if llama is None else _llama(llama.absolute()))
+
+
+def _beside(program: str) -> Path | None:
+    found = shutil.which(program)
+    return Path(found).resolve().parent if found else None
+
+
+def _python_of(program: str) -> Path | None:
+    """The Python of the environment that has a program."""
+    found = shutil.which(program)
+    python = Path(found).absolute().parent / "python" if found else None
+    return python if python is not None and python.exists() else None
+
+
+def _present(args: argparse.Namespace, log: Path) -> tuple[list[System], list[str]]:
+    """The systems that answer, and a line about each of the others; the lines begin with the processor's."""
+    systems, lines = [], [_processor()]
+    for name, seat in _seats(args).items():
+        if name not in args.systems:
+            continue
+        if seat.place is None:
+            lines.append(f"{name} is not here: give {seat.option}.")
+            continue
+        system = seat.system(seat.place.absolute())
+        version, problem = _version(system, log)
+        if problem:
+            lines.append(f"{name} does not take part: {problem}.")
+        else:
+            systems.append(system)
+            lines.append(f"{name}: {version}.")
+    return systems, lines
+
+
+def _version(system: System, log: Path) -> tuple[str, str]:
+    """What a system says of its version, or why it does not."""
+    try:
+        command = system.version()
+    except BenchError as error:
+        return "", str(error)
+    with log.open("ab") as file:
+        start = log.stat().st_size
+        folder = command.folder or log.parent
+        word = run_limited(command.arguments, command.environment, file.fileno(), VERSION_SECONDS, folder=folder)
+    printed = log.read_bytes()[start:].decode(errors="replace").splitlines()
+    said = [line.strip() for line in printed if line.strip()] or ["it says nothing"]
+    line = next((line for line in said if "version" in line.lower()), said[-1])
+    return (line, "") if word == DONE else ("", f"{word}: {said[-1][:160]}")
+
+
+def _processor() -> str:
+    """Its kind, of which more can be done in an instruction the further left it stands."""
+    kind = next((kind.name for kind in cpu_kinds.KINDS if kind.why_not() is None), "none of them")
+    return f"Processor: {kind}, of {', '.join(kind.name for kind in cpu_kinds.KINDS)}; {_threads()} threads each."
+
+
+# ------------------------------------------------------------------------------------------------------ limits and time
+
+
+def _gauge() -> tuple[Probe | None, list[str]]:
+    try:
+        return limits.gauge(_threads()), []
+    except BenchError as error:
+        return None, [f"No limits: {error}."]
+
+
+def _seconds(cell: Cell, floors: Limits, gauge: Probe | None, args: argparse.Namespace) -> float:
+    """About how long a cell takes, at most its limit."""
+    if gauge is None:
+        return START_SECONDS
+    prefill, decode = floors.needed(cell, None)
+    ceilings = gauge.seen[0] if gauge.seen else gauge.measure()
+    requests = 2 if cell.kind == SERVED else 1.5 * args.runs
+    whole = prefill.floor_ms(ceilings) + cell.decode_length * decode.floor_ms(ceilings)
+    return min(float(args.limit), START_SECONDS + requests * OVER_LIMIT * whole / 1000)
+
+
+def _plan(cells: Sequence[Cell], floors: Limits, gauge: Probe | None, args: argparse.Namespace) -> str:
+    """How many cells there are of each shape and format, and about how long they take."""
+    parts: dict[tuple[str, str, str], list[float]] = {}
+    for cell in cells:
+        parts.setdefault((cell.shape, cell.format, cell.kind), []).append(_seconds(cell, floors, gauge, args))
+    rows = [(*part, len(seconds), words(sum(seconds))) for part, seconds in parts.items()]
+    whole = sum(map(sum, parts.values()))
+    return table(("Shape", "Format", "What", "Cells", "About"), [*rows, ("All", "", "", len(cells), words(whole))])
+
+
+def _context(args: argparse.Namespace, named: Mapping[str, object]) -> RunContext:
+    return RunContext.gather(
+        "race",
+        model=", ".join(named),
+        device="cpu",
+        dtype="several formats",
+        num_shard=1,
+        threads=_threads(),
+        quantize=None,
+        arguments=arguments_of(args),
+        work={"decode_length": args.decode_length, "runs": args.runs},
+    )
