@@ -1,17 +1,20 @@
 """A real server whose KV cache is far too small for what is asked: requests pause, and get what they would have alone.
 
-`python -m tests.system.test_kv_demand --requests 100 --kills 3` is the same by hand, with more requests, each way of
-cutting the model, and shards that are killed meanwhile.
+`python -m tests.system.test_kv_demand --requests 100 --kills 3 --rounds 5` is the same by hand: in each round so many
+requests of its own in each arrangement of the model, with shards that are killed meanwhile. It prints one JSON object
+for each, and ends with 1 if an answer is another one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,25 +24,42 @@ import pytest
 
 from tests.running import Server
 
-TOKENS = 448
+LONGEST = 304
 FLAGS = (
     "--dtype",
     "float32",
     "--max-total-tokens",
-    "440",
+    str(LONGEST),
     "--max-input-length",
-    "300",
+    "250",
     "--max-concurrent-requests",
-    "999",
+    "9999",
     "--max-batch-total-tokens",
 )
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 20}, "kind": {"enum": ["fox", "owl"]}},
-    "required": ["name", "kind"],
-}
-TOOL = {"type": "function", "function": {"name": "note", "parameters": SCHEMA}}
+ROOM = 16_384  # tokens of a cache in which many run at once
+TOOL_TOKENS = 50  # its prompt takes nearly all of the cache
+ARRANGEMENTS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("--prefix-cache-host-gb", "0.01", "--prefix-cache-disk-gb", "0.01", "--prefix-cache-dir"),
+    ("--pipeline-parallel", "2"),
+    ("--num-shard", "2"),
+)
 Asked = tuple[str, dict[str, Any]]
+
+
+def schema(least: int, most: int) -> dict[str, Any]:
+    """Of an object with a name of so many letters."""
+    name: dict[str, Any] = {"type": "string", "maxLength": most}
+    if least:
+        name["minLength"] = least
+    return {
+        "type": "object",
+        "properties": {"name": name, "kind": {"enum": ["fox", "owl"]}},
+        "required": ["name", "kind"],
+    }
+
+
+TOOL = {"type": "function", "function": {"name": "note", "parameters": schema(0, 20)}}
 
 
 def requests_of(count: int, seed: int) -> list[Asked]:
@@ -61,7 +81,7 @@ def _short(number: int) -> Asked:
 
 def _request(number: int, chance: random.Random) -> Asked:
     text = " ".join(chance.choices(("The little fox", "walked along", "the river", "and found a ball"), k=5))
-    length = chance.randint(60, 180)
+    length = chance.randint(120, 180)
     own: dict[str, Any] = {"max_new_tokens": length, "details": True, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": text}], "model": "demo", "max_tokens": length, "seed": number}
     match number % 9:
@@ -70,7 +90,7 @@ def _request(number: int, chance: random.Random) -> Asked:
         case 1:
             own |= {"do_sample": True, "seed": number, "temperature": 0.9, "top_n_tokens": 3}
         case 2:
-            own |= {"grammar": {"type": "json", "value": SCHEMA}, "ignore_eos": False}
+            own |= {"grammar": {"type": "json", "value": schema(200, 300)}, "ignore_eos": False}
         case 3:
             own |= {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "do_sample": True, "seed": number}
         case 4:
@@ -78,23 +98,28 @@ def _request(number: int, chance: random.Random) -> Asked:
         case 5:
             own |= {"decoder_input_details": True, "return_full_text": True}
         case 6:
-            return "/v1/chat/completions", chat | {"n": 2, "logprobs": True, "top_logprobs": 2, "temperature": 0.8}
+            return "/v1/chat/completions", chat | {"n": 2, "logprobs": True, "top_logprobs": 2, "ignore_eos": True}
         case 7:
-            return "/v1/chat/completions", chat | {"tools": [TOOL], "tool_choice": "required"}
+            return "/v1/chat/completions", chat | {
+                "tools": [TOOL],
+                "tool_choice": "required",
+                "max_tokens": TOOL_TOKENS,
+            }
         case _:
             asked = {"prompt": text, "model": "demo", "max_tokens": length, "logprobs": 2, "echo": True, "seed": number}
-            return "/v1/completions", asked
+            return "/v1/completions", asked | {"ignore_eos": True}
     return "/generate", {"inputs": text, "parameters": own}
 
 
 async def all_answers(server: Server, requests: Sequence[Asked], num_kills: int = 0) -> list[Any]:
     """All at once, with shards killed meanwhile."""
     limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+    async with httpx2.AsyncClient(base_url=server.url, timeout=900, limits=limits) as client:
         asking = [asyncio.create_task(client.post(path, json=asked)) for path, asked in requests]
         for number in range(num_kills):
             await asyncio.sleep(3)
-            os.kill(server.shards()[-1 - number % 2], signal.SIGKILL)
+            shards = server.shards()
+            os.kill(shards[number % len(shards)], signal.SIGKILL)
         return [bare(answer.json()) for answer in await asyncio.gather(*asking)]
 
 
@@ -107,11 +132,11 @@ def bare(answer: Any) -> Any:
     return {key: bare(value) for key, value in answer.items() if key not in ("id", "created", "prompt_tokens_details")}
 
 
-def answers_and_pauses(
-    kv_admission: str, requests: Sequence[Asked], flags: Sequence[str], num_kills: int = 0
+def answers_and_metrics(
+    kv_admission: str, requests: Sequence[Asked], flags: Sequence[str], tokens: int = LONGEST, num_kills: int = 0
 ) -> tuple[list[Any], dict[str, float]]:
-    """What a server with a small cache answers, and its metrics."""
-    with Server(*FLAGS, str(TOKENS), "--kv-admission", kv_admission, *flags) as server:
+    """What a server with a cache of so many tokens answers, and its metrics."""
+    with Server(*FLAGS, str(tokens), "--kv-admission", kv_admission, *flags) as server:
         return asyncio.run(all_answers(server, requests, num_kills)), server.metrics()
 
 
@@ -126,8 +151,8 @@ def answers_and_pauses(
 )
 def test_who_is_sent_away_for_want_of_blocks_gets_the_same_tokens(flags: tuple[str, ...]) -> None:
     requests = requests_of(18, 3)
-    expected, _ = answers_and_pauses("reserve", requests, flags)
-    got, metrics = answers_and_pauses("demand", requests, flags)
+    expected, _ = answers_and_metrics("reserve", requests, flags)
+    got, metrics = answers_and_metrics("demand", requests, flags)
     assert not [answer for answer in expected if "error" in answer]
     assert expected == got
     assert metrics["tgi_kv_preempted"] >= 5 and not metrics["tgi_queue_size"]
@@ -135,34 +160,45 @@ def test_who_is_sent_away_for_want_of_blocks_gets_the_same_tokens(flags: tuple[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument(
+        "--requests", type=int, default=100, help="in each arrangement and round, behind three times as many"
+    )
+    parser.add_argument("--kills", type=int, default=0, help="of shards, in each arrangement and round")
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    requests = requests_of(args.requests, 5)
-    failed = 0
-    for flags in (
-        (),
-        ("--num-shard", "2"),
-        ("--pipeline-parallel", "2"),
-        ("--num-shard", "2", "--disable-prefix-caching"),
-    ):
-        began = time.monotonic()
-        expected, _ = answers_and_pauses("reserve", requests, flags)
-        got, metrics = answers_and_pauses(
-            "demand", requests, (*flags, "--max-deaths", "99"), args.kills if flags else 0
-        )
-        wrong = [number for number, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1]]
-        failed += len(wrong)
-        pauses = metrics["tgi_kv_preempted"], metrics["tgi_kv_recomputed_tokens"], metrics["tgi_shards_recovery_count"]
-        print(
-            flags,
-            "wrong:",
-            wrong,
-            "sent away, computed again, recoveries:",
-            pauses,
-            f"{time.monotonic() - began:.0f} s",
-        )
-    return bool(failed)
+    num_wrong = 0
+    for number in range(args.rounds):
+        requests = requests_of(args.requests, number)
+        expected: dict[
+            tuple[str, ...], list[Any]
+        ] = {}  # by the number of shards that sum: rounding is theirs, and nothing else's
+        for flags in ARRANGEMENTS:
+            summed = flags if "--num-shard" in flags else ()
+            if summed not in expected:
+                expected[summed], _ = answers_and_metrics("reserve", requests, summed, ROOM)
+            num_wrong += _compare(expected[summed], requests, flags, args.kills)
+    return bool(num_wrong)
+
+
+def _compare(expected: Sequence[Any], requests: Sequence[Asked], flags: tuple[str, ...], num_kills: int) -> int:
+    """Print how many answers are other ones where the cache is small, and what happened meanwhile."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        own = (*flags, folder) if "--prefix-cache-dir" in flags else flags
+        got, metrics = answers_and_metrics("demand", requests, (*own, "--max-deaths", "99"), LONGEST, num_kills)
+    pairs = enumerate(zip(expected, got, strict=True))
+    wrong = [number for number, (one, other) in pairs if one != other or "error" in one]
+    figures = {
+        "arrangement": " ".join(flags) or "one shard",
+        "wrong": wrong,
+        "sent away": metrics["tgi_kv_preempted"],
+        "computed again": metrics["tgi_kv_recomputed_tokens"],
+        "recoveries": metrics["tgi_shards_recovery_count"],
+        "blocks left": metrics["tgi_kv_blocks_total"] - metrics["tgi_kv_blocks_free"],
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(figures), flush=True)
+    return len(wrong)
 
 
 if __name__ == "__main__":
