@@ -28,7 +28,10 @@ class Kind:
 
     def with_more(self, name: str, *features: str) -> Kind:
         """This kind with features besides, which /proc/cpuinfo and the compiler spell differently."""
-        options = tuple(f"-m{feature.replace('avx512_', 'avx512').replace('_', '-')}" for feature in features)
+        spelled = (
+            feature.replace("avx512_", "avx512").replace("avx_", "avx").replace("_", "-") for feature in features
+        )
+        options = tuple(f"-m{feature}" for feature in spelled)
         return Kind(name, (*self.options, *options), self.wanted | set(features))
 
     def why_not(self, machine: str = platform.machine(), flags: Collection[str] | None = None) -> str | None:
@@ -47,11 +50,12 @@ class Kind:
 
 NATIVE = Kind("native", ("-march=native",), frozenset())  # all that the machine has which compiles
 AVX2 = Kind("avx2", ("-march=x86-64-v3",), V3)
+AVX_VNNI = AVX2.with_more("avx-vnni", "avx_vnni")  # Intel without AVX-512, from Alder Lake on
 AVX512 = Kind("avx512", ("-march=x86-64-v4",), V4)
 VNNI = AVX512.with_more("avx512-vnni", "avx512_vnni", "avx512vbmi")  # Intel from Ice Lake on
 BF16 = VNNI.with_more("avx512-bf16", "avx512_bf16")  # AMD from Zen 4 on
 AMX = BF16.with_more("amx", "amx_tile", "amx_bf16", "amx_int8")  # Intel from Sapphire Rapids on
-KINDS = (AMX, BF16, VNNI, AVX512, AVX2)  # the fastest first
+KINDS = (AMX, BF16, VNNI, AVX512, AVX_VNNI, AVX2)  # the fastest first
 NAMED = {kind.name: kind for kind in (AVX512, AVX2)}  # those that people ask for
 CHOICES = (AUTO, *NAMED, NONE)
 # Of layers whose weights are integers, where the format leaves inputs as they are: to 8 bits, or not at all.

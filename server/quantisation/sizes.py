@@ -95,13 +95,14 @@ class Storage:
         return slots_of([min(size, share - start) for start in range(0, share, size)])
 
     def product_kind(self, dtype: str, *, on_cpu: bool) -> str:
-        """Of which numbers of 8 bits products are, int8 or float8; empty: they are of the model's dtype.
+        """Of which numbers of 8 bits or less products are, int4, int8 or float8; empty: they are of the model's dtype.
 
         Weights alone say nothing of that: a GPU widens them for inputs of 16 bits, and a CPU rounds inputs of bfloat16
-        to int8 where codes are integers; it has no float8.
+        to int8 where codes are integers; it has no float8. Some multiply int4 with int8 faster than two int8.
         """
         if self._is_in_integers:
-            return "int8" if self.rounds_inputs or (on_cpu and dtype == "bfloat16") else ""
+            kind = "int4" if on_cpu and self.bits <= 4 else "int8"
+            return kind if self.rounds_inputs or (on_cpu and dtype == "bfloat16") else ""
         return "float8" if self.is_float and self.rounds_inputs and not on_cpu else ""
 
     def of_head(self, *, is_tied: bool) -> Storage | None:

@@ -14,6 +14,7 @@
 // Jacob et al. 2017, arXiv 1712.05877; for blocks, Dettmers et al. 2022, arXiv 2110.02861.
 
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "amx.h"
@@ -28,8 +29,8 @@ namespace {
 constexpr long SHORT_STRETCH = LEFT_WORDS, LONG_STRETCH = 4 * LEFT_WORDS;
 // How far ahead of their use weights are fetched, in bytes: into the L2 cache, and from there into L1.
 constexpr long FAR = 64 * STEP, NEAR = 8 * STEP;
-// Tokens whose sums of a panel are in registers at once, beside the codes that they are made from.
-constexpr int ROWS = MAX_ROWS<VECTORS> * 2 / 3 > 1 ? MAX_ROWS<VECTORS> * 2 / 3 : 1;
+// Tokens whose sums with two vectors of a panel are in registers at once, beside the codes that they are made from.
+constexpr int ROWS = MAX_ROWS<2> * 2 / 3;
 
 struct CodeWeight : Panels {
     const uint8_t* panels;
@@ -44,6 +45,9 @@ struct CodeWeight : Panels {
 
     long blocks() const { return slots / block; }
     long words() const { return slots / 4; }
+    // Words of inputs that are multiplied with a word of 8 bits.
+    long spread() const { return bits == 8 ? sizeof(Factors<8>::Input) : sizeof(Factors<4>::Input); }
+    long left_words() const { return words() * spread(); }
     long code_bytes() const { return words() * STEP * bits / 8; }
     long scales_bytes() const { return blocks() * PANEL * scale_bytes; }
     long panel_bytes() const {
@@ -66,7 +70,7 @@ struct Layer {
     Out* out;
     int activation;
 
-    long left_words() const { return long(blocks_of(weight.words())) * LEFT_STRIDE; }
+    long left_words() const { return long(blocks_of(weight.left_words())) * LEFT_STRIDE; }
     Parts chunks() const { return chunks_of(tokens, left_words()); }
 };
 
@@ -140,8 +144,8 @@ INLINE float scale_of(const Slots<E>& slots, long first, long stop) {
 }
 
 // Codes of slots `first` … `stop` - 1, a multiple of 4 of them, and their sum.
-template <class E>
-INLINE float round_slots(const Slots<E>& slots, long first, long stop, float scale, int8_t* codes) {
+template <class E, class Input>
+INLINE float round_slots(const Slots<E>& slots, long first, long stop, float scale, Input* codes) {
     const Floats inverse = all(1.0f / scale);
     Ints total = {};
     for (; first < stop; first += LANES, codes += LANES) {
@@ -150,9 +154,9 @@ INLINE float round_slots(const Slots<E>& slots, long first, long stop, float sca
         if (stop - first >= LANES) {
             store_codes(codes, rounded);
         } else {
-            int8_t rest[LANES];
+            Input rest[LANES];
             store_codes(rest, rounded);
-            memcpy(codes, rest, size_t(stop - first));
+            memcpy(codes, rest, size_t(stop - first) * sizeof(Input));
         }
     }
     int32_t all_lanes = 0;
@@ -161,9 +165,9 @@ INLINE float round_slots(const Slots<E>& slots, long first, long stop, float sca
 }
 
 // One token of a tile of `rows`: its place in the first block of words is `to`, its number in the chunk is `token`.
-template <class E, class Out>
+template <class Input, class E, class Out>
 void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, int rows, const Left& left, float* room) {
-    constexpr long TOGETHER = 4 * LEFT_WORDS;  // slots whose codes lie together
+    constexpr long TOGETHER = 4 * LEFT_WORDS / sizeof(Input);  // slots whose codes lie together
     const CodeWeight& weight = layer.weight;
     const Slots<E> slots(weight, layer.x + number * weight.inputs, room);
     float scale = layer.scales ? layer.scales[number] : weight.fixed ? *weight.fixed : 0.0f;
@@ -175,7 +179,7 @@ void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, i
         float codes = 0.0f;
         for (long stop; slot < end; slot = stop) {
             stop = min(end, slot / TOGETHER * TOGETHER + TOGETHER);
-            int8_t* const at = reinterpret_cast<int8_t*>(to + slot / TOGETHER * rows * LEFT_STRIDE) + slot % TOGETHER;
+            Input* const at = reinterpret_cast<Input*>(to + slot / TOGETHER * rows * LEFT_STRIDE) + slot % TOGETHER;
             codes += round_slots(slots, slot, stop, scale, at);
         }
         left.scales[block * left.tokens + token] = scale;
@@ -187,58 +191,85 @@ template <class E, class Out>
 void pack_tokens(const Layer<E, Out>& layer, const Parts& tiles, long first, const Left& left) {
     static thread_local Workspace slots_memory;
     float* const room = slots_memory.take<float>(layer.weight.slots + LANES);
-    const int blocks = blocks_of(layer.weight.words());
+    const int blocks = blocks_of(layer.weight.left_words());
+    const auto pack = layer.weight.bits == 8 ? pack_token<Factors<8>::Input, E, Out> : pack_token<Factors<4>::Input, E, Out>;
     for (int tile = 0; tile < tiles.number; tile++) {
         const int rows = tiles.length(tile);
         Word* to = left.words + long(tiles.first(tile)) * blocks * LEFT_STRIDE;
         for (int row = 0; row < rows; row++) {
             const long token = tiles.first(tile) + row;
-            pack_token(layer, first + token, token, to + row * LEFT_STRIDE, rows, left, room);
+            pack(layer, first + token, token, to + row * LEFT_STRIDE, rows, left, room);
         }
     }
 }
 
-INLINE void fetch(const uint8_t* codes) {
-    for (int line = 0; line < STEP; line += 64) {
-        __builtin_prefetch(codes + NEAR + line, 0, 3);
-        __builtin_prefetch(codes + FAR + line, 0, 2);
-    }
-}
+// `count` words of inputs, from word `start` on, that lie together, and what of a panel they are multiplied with.
+struct Stretch {
+    const CodeWeight& weight;
+    const Scales scales;
+    const uint8_t* right;
+    long start, count;
+};
 
-// Add the products of `count` words of M tokens with those of a panel; an even number of words where they have 4 bits.
-template <int BITS, int M>
-INLINE void add_products(Ints (&totals)[M][VECTORS], const Word* left, const uint8_t* codes, long count) {
-    constexpr int TOGETHER = 8 / BITS;
-    for (long k = 0; k < count; k += TOGETHER, codes += STEP) {
-        fetch(codes);
-        Words words[VECTORS];
+// Add the products of `count` words of M tokens with those of NV vectors of a panel.
+template <int BITS, int M, int NV, class Sums>
+INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* right, long count) {
+    constexpr int PARTS = Factors<BITS>::PARTS;
+#pragma GCC unroll 4
+    for (long k = 0; k < count; k += PARTS, right += STEP) {
+        for (int line = 0; line < 4 * NV * LANES; line += 64) {
+            __builtin_prefetch(right + NEAR + line, 0, 3);
+            __builtin_prefetch(right + FAR + line, 0, 2);
+        }
+        Words words[NV];
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) words[v] = load(reinterpret_cast<const Word*>(codes) + v * LANES);
+        for (int v = 0; v < NV; v++) words[v] = load(reinterpret_cast<const Word*>(right) + v * LANES);
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS; part++) {
+            Words factors[NV];
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) factors[v] = Factors<BITS>::part(words[v], part);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            const Word *const at = left + m * LEFT_STRIDE + k;
+            for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) {
-                if constexpr (BITS == 8) {
-                    totals[m][v] = dot_codes(totals[m][v], words[v], at[0]);
-                } else {
-                    totals[m][v] = dot_codes(totals[m][v], words[v] & 0x0F0F0F0Fu, at[0]);
-                    totals[m][v] = dot_codes(totals[m][v], words[v] >> 4 & 0x0F0F0F0Fu, at[1]);
+                for (int v = 0; v < NV; v++) {
+                    sums[m][v] = Factors<BITS>::add(sums[m][v], factors[v], left[m * LEFT_STRIDE + k + part]);
+                    renew(sums[m][v]);
                 }
-            }
         }
     }
 }
 
-// Add what a block contributes to the sums of M tokens, whose input codes have the sums `codes` and the scales `inputs`.
-template <bool IS_LONG, int M>
+// The same, in 32 bits whatever the sums of few words have.
+template <int BITS, int M, int NV>
+INLINE void add_products(Ints (&totals)[M][NV], const Word* left, const uint8_t* right, long count) {
+    using Sums = typename Factors<BITS>::Sums;
+    if constexpr (std::is_same_v<Sums, Ints>) {
+        add_words<BITS>(totals, left, right, count);
+    } else {
+        constexpr int WORDS = Factors<BITS>::WORDS_OF_A_SUM;
+        for (long k = 0; k < count; k += WORDS) {
+            Sums sums[M][NV] = {};
+            add_words<BITS>(sums, left + k, right + k / Factors<BITS>::PARTS * STEP, WORDS);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                for (int v = 0; v < NV; v++) totals[m][v] += Factors<BITS>::total(sums[m][v]);
+        }
+    }
+}
+
+// Add what a block contributes to the sums of M tokens with NV vectors of a panel, of which `vector` is the first. Their
+// input codes have the sums `codes` and the scales `inputs`.
+template <bool IS_LONG, int M, int NV>
 INLINE void add_scaled(
-    const Ints (&totals)[M][VECTORS], const Scales& scales, long block, const float* codes, const float* inputs, float* sums
+    const Ints (&totals)[M][NV], const Scales& scales, long block, int vector, const float* codes, const float* inputs,
+    float* sums
 ) {
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) {
-        const Floats scale = scales.scale(block, v);
-        const Ints zero = scales.zero(block, v);
+    for (int v = 0; v < NV; v++) {
+        const Floats scale = scales.scale(block, vector + v);
+        const Ints zero = scales.zero(block, vector + v);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             float* const at = sums + m * PANEL + v * LANES;
@@ -248,25 +279,41 @@ INLINE void add_scaled(
     }
 }
 
-// The sums [M][PANEL] of a tile of M tokens with a panel, on vector units. `first` is the tile's first token in the chunk.
+// Go on with the sums [M][PANEL] of a tile of M tokens, of which `first` is the first in the chunk, over a stretch of a
+// panel. Of a weight with one block alone they are integers until its end.
 template <int BITS, int M>
-void multiply_tile(const CodeWeight& weight, const uint8_t* codes, const Left& left, long first, float* sums) {
-    const Scales scales(weight, codes);
-    const Word* const words = left.words + first * blocks_of(weight.words()) * LEFT_STRIDE;
-    const long block_words = weight.block / 4;
-    long k = 0;
-    for (long block = 0; block < weight.blocks(); block++) {
-        Ints totals[M][VECTORS] = {};
-        for (const long stop = k + block_words; k < stop;) {
-            const long count = min(stop - k, LEFT_WORDS - k % LEFT_WORDS);
-            add_products<BITS, M>(totals, words + k / LEFT_WORDS * M * LEFT_STRIDE + k % LEFT_WORDS, codes, count);
-            codes += count * STEP * BITS / 8, k += count;
+void multiply_tile(const Stretch& stretch, const Left& left, long first, float* sums) {
+    constexpr int NV = TILE_VECTORS<M, ROWS>;
+    const CodeWeight& weight = stretch.weight;
+    const long start = stretch.start, count = stretch.count;
+    const Word* const words = left.words + (first * blocks_of(weight.left_words()) + start / LEFT_WORDS * M) * LEFT_STRIDE;
+    const bool is_long = weight.blocks() == 1;
+    const long block_words = is_long ? count : weight.block / 4 * weight.spread();
+    for (long k = 0; k < count; k += block_words) {
+        const long block = (start + k) / block_words, place = block * left.tokens + first;
+        const uint8_t* const right = stretch.right + k / Factors<BITS>::PARTS * STEP;
+        for (int vector = 0; vector < VECTORS; vector += NV) {
+            float* const at = sums + vector * LANES;
+            Ints totals[M][NV] = {};
+            if (is_long && start)
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < NV; v++) totals[m][v] = (Ints)load(at + m * PANEL + v * LANES);
+            add_products<BITS>(totals, words + k, right + vector * LANES * 4, block_words);
+            if (!is_long) {
+                add_scaled<false>(
+                    totals, stretch.scales, block, vector, left.sums + place, left.scales + place, at
+                );
+            } else if (start + count == weight.left_words()) {
+                add_scaled<true>(totals, stretch.scales, 0, vector, left.sums + first, left.scales + first, at);
+            } else {
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < NV; v++) store(at + m * PANEL + v * LANES, (Floats)totals[m][v]);
+            }
         }
-        const long place = block * left.tokens + first;
-        if (block_words > LEFT_WORDS)
-            add_scaled<true, M>(totals, scales, block, left.sums + place, left.scales + place, sums);
-        else
-            add_scaled<false, M>(totals, scales, block, left.sums + place, left.scales + place, sums);
     }
 }
 
@@ -275,6 +322,20 @@ template <int BITS, int... M>
 INLINE auto multiply_tile_of(int rows, std::integer_sequence<int, M...>) {
     static constexpr decltype(&multiply_tile<BITS, 1>) functions[] = {multiply_tile<BITS, M + 1>...};
     return functions[rows - 1];
+}
+
+// The sums [tokens][PANEL] of a chunk's tiles with a panel, on vector units.
+template <int BITS>
+void multiply_on_vectors(const CodeWeight& weight, const uint8_t* panel, const Left& left, const Parts& tiles, float* sums) {
+    for (long start = 0; start < weight.left_words(); start += LEFT_WORDS) {
+        const uint8_t* const right = panel + start / Factors<BITS>::PARTS * STEP;
+        const Stretch stretch{weight, Scales(weight, panel), right, start, min(weight.left_words() - start, LEFT_WORDS)};
+        for (int tile = 0; tile < tiles.number; tile++) {
+            const int first = tiles.first(tile);
+            const auto multiply = multiply_tile_of<BITS>(tiles.length(tile), std::make_integer_sequence<int, ROWS>());
+            multiply(stretch, left, first, sums + first * PANEL);
+        }
+    }
 }
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
@@ -431,13 +492,9 @@ void apply_panel(
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
     if (registers) multiply_chunk(*registers, weight, at, left, tiles, sums);
 #endif
+    if (!registers) (weight.bits == 8 ? multiply_on_vectors<8> : multiply_on_vectors<4>)(weight, at, left, tiles, sums);
     for (int tile = 0; tile < tiles.number; tile++) {
         const int row = tiles.first(tile), rows = tiles.length(tile);
-        if (!registers) {
-            const auto sequence = std::make_integer_sequence<int, ROWS>();
-            const auto multiply = weight.bits == 4 ? multiply_tile_of<4>(rows, sequence) : multiply_tile_of<8>(rows, sequence);
-            multiply(weight, at, left, row, sums + row * PANEL);
-        }
         FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums + row * PANEL);
     }
 }

@@ -23,7 +23,7 @@ Functions = Mapping[torch.dtype, Function]
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 # Kinds of numbers whose products `peak.cpp` counts.
-PEAKS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "int8"}
+PEAKS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "int8", "int4": "int4"}
 # What the letters of a signature stand for.
 PARAMETERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int}
 # What `tell_instructions` of linear.cpp counts; from AVX512_BF16 on they are for bfloat16 alone.
@@ -97,8 +97,8 @@ class Kernels:
     def operations_per_second(self, kind: str, units: int, threads: int) -> float:
         """Of products of what is in registers, on so many threads at once, for some tens of microseconds a unit.
 
-        kind: of the numbers, float32, float16, bfloat16, or int8, whose products are summed up exactly. Raises
-        RuntimeError where the system has not so many threads.
+        kind: of the numbers, float32, float16, bfloat16, or int8 and int4, whose products with int8 are summed up
+        exactly. Raises RuntimeError where the system has not so many threads.
         """
         found = (ctypes.c_int64 * 2)()
         self._peaks[kind](units, ctypes.addressof(found), threads)

@@ -11,6 +11,7 @@
 
 #include <iterator>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "amx.h"
@@ -21,11 +22,21 @@
 
 namespace {
 
-constexpr int ROWS = MAX_ROWS<VECTORS>;
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+// Tokens whose sums with two vectors of a panel are in registers at once, beside these, an input and two more.
+constexpr int ROWS = MAX_ROWS<2> < (REGISTERS - 5) / 2 ? MAX_ROWS<2> : (REGISTERS - 5) / 2;
+// What inputs are multiplied as. A tile's become floats once, and not for each product.
+template <class E>
+using Factor = std::conditional_t<MULTIPLIES_BF16, E, float>;
 // Bytes of a panel that belong to a block of the inputs.
 constexpr long BLOCK = STEP * LEFT_WORDS;
-// Words of the inputs that a tile of tokens goes through with its sums in registers: 64 KiB of a panel.
-constexpr long STRETCH = 4 * LEFT_WORDS;
+// Words of the inputs that a tile of tokens goes through at once, or, where it goes through them for one part of a panel
+// after the other, those that stay in the L1 cache: 64 or 16 KiB of a panel.
+constexpr long STRETCH = MULTIPLIES_BF16 ? 4 * LEFT_WORDS : LEFT_WORDS;
 // How far ahead of their use weights are fetched, in bytes: into the L2 cache, and from there into L1.
 constexpr long FAR = BLOCK / 2, NEAR = BLOCK / 16;
 
@@ -65,64 +76,91 @@ struct Layer {
     const Word* panel(long index) const { return weight.panels + index * words() * PANEL; }
 };
 
-INLINE Floats look_up(const Levels& levels, Ints codes) {
+// What codes of BITS bits stand for before their zero and scale.
+template <int BITS>
+INLINE Floats look_up(const float* values, Ints codes) {
 #if defined(__AVX512F__)
-    if (levels.bits == 4) return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)load(levels.values));
-    return (Floats)_mm512_i32gather_ps((__m512i)codes, levels.values, 4);
+    if constexpr (BITS == 4) return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)load(values));
+    return (Floats)_mm512_i32gather_ps((__m512i)codes, values, 4);
+#elif defined(__AVX2__)
+    if constexpr (BITS == 8) return (Floats)_mm256_i32gather_ps(values, (__m256i)codes, 4);
+    const __m256 lower = _mm256_permutevar8x32_ps((__m256)load(values), (__m256i)codes);
+    const __m256 upper = _mm256_permutevar8x32_ps((__m256)load(values + LANES), (__m256i)codes);
+    return (Floats)_mm256_blendv_ps(lower, upper, (__m256)(codes << 28));
 #else
-    Floats values;
-    for (int lane = 0; lane < LANES; lane++) values[lane] = levels.values[codes[lane]];
-    return values;
+    Floats found;
+    for (int lane = 0; lane < LANES; lane++) found[lane] = values[codes[lane]];
+    return found;
 #endif
 }
 
-// What `input` of a panel of codes stands for, of LANES outputs from `lane` on.
-INLINE Floats expand_input(const Levels& levels, const uint8_t* panel, long inputs, long input, int lane) {
-    const float* const scales = reinterpret_cast<const float*>(panel + levels.code_bytes(inputs));
-    const long group = levels.groups[input] * PANEL + lane;
-    Ints codes = load_bytes(panel + (levels.bits == 4 ? input / 2 : input) * PANEL + lane);
-    if (levels.bits == 4) codes = input % 2 ? codes >> 4 : codes & 15;
-    Floats value = look_up(levels, codes);
-    if (levels.has_zeros) value = value - load(scales + levels.num_groups * PANEL + group);
-    return value * load(scales + group);
-}
+// An input of a panel of codes of BITS bits: its codes, [32 outputs], and its group's scales and zeros.
+template <int BITS>
+struct LevelInput {
+    const float* values;
+    const uint8_t* codes;
+    int shift;
+    const float *scales, *zeros;  // zeros: null where there are none
+
+    LevelInput(const Levels& levels, const uint8_t* panel, long inputs, long input) : values(levels.values) {
+        codes = panel + (BITS == 4 ? input / 2 : input) * PANEL;
+        shift = BITS == 4 ? int(input % 2 * 4) : 0;
+        scales = reinterpret_cast<const float*>(panel + levels.code_bytes(inputs)) + levels.groups[input] * PANEL;
+        zeros = levels.has_zeros ? scales + levels.num_groups * PANEL : nullptr;
+    }
+
+    // What it stands for, of LANES outputs from `lane` on.
+    INLINE Floats at(int lane) const {
+        const Ints found = load_bytes(codes + lane) >> shift;
+        Floats value = look_up<BITS>(values, BITS == 4 ? found & 15 : found);
+        if (zeros) value = value - load(zeros + lane);
+        return value * load(scales + lane);
+    }
+};
 
 // `count` words of a panel of codes, from word `start` on.
-template <class E>
-void expand(const Weight& weight, long panel, long start, long count, Word* out) {
-    const Levels& levels = *weight.levels;
-    const uint8_t* const at = reinterpret_cast<const uint8_t*>(weight.panels) + panel * levels.panel_bytes(weight.inputs);
+template <class E, int BITS>
+void expand_levels(const Weight& weight, const uint8_t* panel, long start, long count, Word* out) {
+    const long inputs = weight.inputs;
     for (long word = start; word < start + count; word++, out += PANEL) {
+        const long first = word * PER_WORD<E>, last = first + PER_WORD<E> - 1;
+        const LevelInput<BITS> input(*weight.levels, panel, inputs, first);
+        const LevelInput<BITS> next(*weight.levels, panel, inputs, min(last, inputs - 1));
+#pragma GCC unroll 8
         for (int lane = 0; lane < PANEL; lane += LANES) {
-            Words elements = {};
-            for (int e = 0; e < PER_WORD<E>; e++) {
-                const long input = word * PER_WORD<E> + e;
-                if (input >= weight.inputs) break;
-                const Floats value = expand_input(levels, at, weight.inputs, input, lane);
-                elements |= PER_WORD<E> == 1 ? (Words)value : round_bf16(value) << 16 * e;
-            }
-            store(out + lane, elements);
+            if constexpr (PER_WORD<E> == 1)
+                store(out + lane, (Words)input.at(lane));
+            else
+                store(out + lane, round_pair(input.at(lane), last < inputs ? next.at(lane) : Floats{}));
         }
     }
 }
 
-// Fetches weights while others are multiplied: soon needed ones into L1, and LINES lines that are needed later into L2.
-template <int LINES>
+template <class E>
+void expand(const Weight& weight, long panel, long start, long count, Word* out) {
+    const uint8_t* const at = reinterpret_cast<const uint8_t*>(weight.panels) + panel * weight.levels->panel_bytes(weight.inputs);
+    const auto expand_codes = weight.levels->bits == 4 ? expand_levels<E, 4> : expand_levels<E, 8>;
+    expand_codes(weight, at, start, count, out);
+}
+
+// Fetches weights while others are multiplied: soon needed ones of NV vectors into L1, and LINES lines that are needed later
+// into L2.
+template <int NV, int LINES>
 struct Fetch {
     const char *here, *ahead;
     long step;
     INLINE void operator()(int k) const {
-        for (int line = 0; line < STEP; line += 64) __builtin_prefetch(here + NEAR + k * STEP + line, 0, 3);
+        for (int line = 0; line < NV * LANES * 4; line += 64) __builtin_prefetch(here + NEAR + k * STEP + line, 0, 3);
         for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + k * step + line * 64, 0, 2);
     }
 };
 
-template <class E, int M, int LINES>
-INLINE void multiply_blocks(Floats (&sums)[M][VECTORS], const Word* left, Fetch<LINES> fetch, int words) {
+template <class E, int M, int NV, int LINES>
+INLINE void multiply_blocks(Floats (&sums)[M][NV], const Word* left, Fetch<NV, LINES> fetch, int words) {
     for (; words > 0; words -= LEFT_WORDS, left += M * LEFT_STRIDE) {
-        const Word* right[VECTORS];
-        for (int v = 0; v < VECTORS; v++) right[v] = reinterpret_cast<const Word*>(fetch.here) + v * LANES;
-        multiply<E>(sums, left, right, PANEL, int(min(words, LEFT_WORDS)), fetch);
+        const Word* right[NV];
+        for (int v = 0; v < NV; v++) right[v] = reinterpret_cast<const Word*>(fetch.here) + v * LANES;
+        multiply<E, Factor<E>>(sums, left, right, PANEL, int(min(words, LEFT_WORDS)), fetch);
         fetch.here += BLOCK, fetch.ahead += LEFT_WORDS * fetch.step;
     }
 }
@@ -133,24 +171,36 @@ template <class E, int M>
 void multiply_tile(
     const Word* left, const Word* stretch, int words, float* sums_at, bool is_first, int tile, int tiles
 ) {
-    // Unrolled, so that the sums are nowhere but in registers.
-    Floats sums[M][VECTORS];
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
-
+    constexpr int NV = TILE_VECTORS<M, ROWS>, GROUPS = VECTORS / NV, SIZE = PARTS<E, Factor<E>> == 1 ? 1 : M * LEFT_STRIDE * 2;
+    alignas(64) float floats[SIZE];
+    if constexpr (SIZE > 1) {
+        for (int m = 0; m < M; m++) {
+            const Bf16* const row = reinterpret_cast<const Bf16*>(left + m * LEFT_STRIDE);
+            for (int i = 0; i < words * 2; i += LANES) store(floats + m * LEFT_STRIDE * 2 + i, load(row + i));
+        }
+        left = reinterpret_cast<const Word*>(floats);
+    }
     const char* here = reinterpret_cast<const char*>(stretch);
-    const long step = STEP / tiles;
-    if (tiles == 1)
-        multiply_blocks<E>(sums, left, Fetch<STEP / 64>{here, here + FAR, STEP}, words);
-    else
-        multiply_blocks<E>(sums, left, Fetch<1>{here, here + (STEP + tile * step) * words, step}, words);
+    const long step = STEP / GROUPS / tiles;
+    const char* ahead = here + (STEP + tile * GROUPS * step) * words;
+    for (int group = 0; group < GROUPS; group++, here += STEP / GROUPS, ahead += step * words, sums_at += NV * LANES) {
+        // Unrolled, so that the sums are nowhere but in registers.
+        Floats sums[M][NV];
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
+
+        if (tiles == 1)
+            multiply_blocks<E>(sums, left, Fetch<NV, (NV * LANES * 4 + 63) / 64>{here, here + FAR, STEP}, words);
+        else
+            multiply_blocks<E>(sums, left, Fetch<NV, 1>{here, ahead, step}, words);
 
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) store(sums_at + m * PANEL + v * LANES, sums[m][v]);
+            for (int v = 0; v < NV; v++) store(sums_at + m * PANEL + v * LANES, sums[m][v]);
+    }
 }
 
 // multiply_tile<E, rows>, for 1 … ROWS rows.
@@ -173,7 +223,7 @@ void multiply_few_like_amx(
         for (int v = 0; v < VECTORS; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
     for (; words > 0; words -= LEFT_WORDS, left += M * LEFT_STRIDE, stretch += LEFT_WORDS * PANEL) {
         const char* here = reinterpret_cast<const char*>(stretch);
-        const Fetch<STEP / 64> fetch{here, here + FAR, STEP};
+        const Fetch<VECTORS, STEP / 64> fetch{here, here + FAR, STEP};
         amx::multiply_few(sums, left, stretch, PANEL, int(min(words, LEFT_WORDS)), fetch);
     }
 #pragma GCC unroll 4
@@ -393,7 +443,9 @@ void unpack_levels(const Weight* weight, const int64_t* ids, long count, E* out,
                                              ids[row] / PANEL * levels.panel_bytes(weight->inputs);
                 const int lane = int(ids[row] % PANEL);
                 for (long i = 0; i < weight->inputs; i++) {
-                    const Floats values = expand_input(levels, panel, weight->inputs, i, lane / LANES * LANES);
+                    const Floats values = levels.bits == 4
+                                              ? LevelInput<4>(levels, panel, weight->inputs, i).at(lane / LANES * LANES)
+                                              : LevelInput<8>(levels, panel, weight->inputs, i).at(lane / LANES * LANES);
                     out[row * weight->inputs + i] = from_float<E>(values[lane % LANES]);
                 }
             }

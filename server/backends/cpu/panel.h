@@ -15,6 +15,10 @@ constexpr long STEP = 4 * PANEL;
 // the weight would pass by too often.
 constexpr long CHUNK_BYTES = 512 * 1024, LEAST_CHUNK = 48;
 
+// Vectors of a panel that M tokens, of at most ROWS, are multiplied with at once: more where there are fewer tokens.
+template <int M, int ROWS>
+constexpr int TILE_VECTORS = M * VECTORS <= 2 * ROWS ? VECTORS : M * VECTORS <= 4 * ROWS ? VECTORS / 2 : 2;
+
 struct Panels {
     long outputs;  // of the layer: a gated one has half as many as its weight has rows
     long is_gated;

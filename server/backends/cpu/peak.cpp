@@ -5,6 +5,8 @@
 
 #include <time.h>
 
+#include <type_traits>
+
 #include "amx.h"
 #include "codes.h"
 #include "threads.h"
@@ -13,23 +15,9 @@ namespace {
 
 constexpr long ROUNDS = 4096;  // of a unit of work: some tens of microseconds
 
-#if defined(__x86_64__)
-#define IN_REGISTER "+v"
-#elif defined(__aarch64__)
-#define IN_REGISTER "+w"
-#else
-#define IN_REGISTER "+m"
-#endif
-
-// Has the compiler take a vector for another one from here on, so that a product is not computed once for all rounds.
-template <class T>
-INLINE void renew(T& vector) {
-    asm volatile("" : IN_REGISTER(vector));
-}
-
 // Do product(sum, left, right) ROUNDS times on each of ACCUMULATORS sums; returns how often that is.
-template <class Sum, class Operand, class Product>
-INLINE long repeat(Operand left, Operand right, const Product& product) {
+template <class Sum, class Left, class Right, class Product>
+INLINE long repeat(Left left, Right right, const Product& product) {
     Sum sums[ACCUMULATORS] = {};
     for (long round = 0; round < ROUNDS; round++) {
 #pragma GCC unroll 32
@@ -116,26 +104,27 @@ long multiply_bf16() {
 #endif
 }
 
-// Exact sums in 32 bits of the products of codes of 8 bits.
-INLINE Ints dot_exactly(Ints sum, Words weights, Words inputs) {
-#if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
-#elif defined(__AVXVNNI__)
-    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)inputs);
-#elif defined(__AVX512BW__)
-    const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)inputs);
-    return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#elif defined(__AVX2__)
-    const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs);
-    return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#else
-    return dot_codes(sum, weights, inputs[0]);
-#endif
-}
-
+template <int BITS>
 long multiply_codes() {
+    using Codes = Factors<BITS>;
     if (const long done = amx::USES_AMX ? multiply_code_tiles() : 0) return done;
-    return 8 * LANES * repeat<Ints>(all(0x01020304u), all(0x04030201u), [](Ints sum, Words a, Words b) { return dot_exactly(sum, a, b); });
+    constexpr int PRODUCTS = 4 / sizeof(typename Codes::Input);  // of a word
+    const Word inputs = 0x01020304;
+    const Words part = all(0x04030201u);
+    if constexpr (std::is_same_v<typename Codes::Sums, Ints>) {
+        return 2 * PRODUCTS * LANES * repeat<Ints>(inputs, part, [](Ints sum, Word a, Words b) { return Codes::add(sum, b, a); });
+    } else {
+        constexpr int WORDS = Codes::WORDS_OF_A_SUM;
+        return 2 * PRODUCTS * WORDS * LANES * repeat<Ints>(inputs, part, [](Ints sum, Word a, Words& b) {
+            typename Codes::Sums sums = {};
+#pragma GCC unroll 8
+            for (int word = 0; word < WORDS; word++) {
+                renew(b);
+                sums = Codes::add(sums, b, a);
+            }
+            return sum + Codes::total(sums);
+        });
+    }
 }
 
 // Threads that multiply at the same time: each waits until all have come. Nothing is shared out among them, unlike with a
@@ -190,4 +179,5 @@ void measure(long units, int64_t* found, int threads) {
 EXPORT(peak_f32, measure<multiply_floats>)
 EXPORT(peak_f16, measure<multiply_halves>)
 EXPORT(peak_bf16, measure<multiply_bf16>)
-EXPORT(peak_int8, measure<multiply_codes>)
+EXPORT(peak_int8, measure<multiply_codes<8>>)
+EXPORT(peak_int4, measure<multiply_codes<4>>)

@@ -21,9 +21,20 @@ struct Nothing {
     INLINE void operator()(int) const {}
 };
 
+// Words of a left side of L that are multiplied with one of a right side of E: two where these are floats and bfloat16.
+template <class E, class L>
+constexpr int PARTS = PER_WORD<E> / PER_WORD<L>;
+
+// What one of these words is multiplied with.
+template <class E, class L>
+INLINE Words part_of(Words right, int number) {
+    if constexpr (PARTS<E, L> == 1) return right;
+    return number ? right & 0xFFFF0000u : right << 16;
+}
+
 // sums[m][v] += left[m][k] * right[v][k] over k < depth. right_step: words from one vector of the right side to the next;
-// beside: called with each k, to fetch what is needed later.
-template <class E, int M, int NV, class Beside = Nothing>
+// beside: called with each k, to fetch what is needed later. The left side's elements are L, and its rows as much longer.
+template <class E, class L = E, int M, int NV, class Beside = Nothing>
 INLINE void multiply(
     Floats (&sums)[M][NV], const Word* left, const Word* const (&right)[NV], long right_step, int depth,
     const Beside& beside = {}
@@ -33,11 +44,17 @@ INLINE void multiply(
         Words vectors[NV];
 #pragma GCC unroll 8
         for (int v = 0; v < NV; v++) vectors[v] = load(right[v] + k * right_step);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            const Word word = left[m * LEFT_STRIDE + k];
+#pragma GCC unroll 2
+        for (int part = 0; part < PARTS<E, L>; part++) {
+            Words parts[NV];
 #pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) sums[m][v] = dot<E>(sums[m][v], word, vectors[v]);
+            for (int v = 0; v < NV; v++) parts[v] = part_of<E, L>(vectors[v], part);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                const Word word = left[(m * LEFT_STRIDE + k) * PARTS<E, L> + part];
+#pragma GCC unroll 8
+                for (int v = 0; v < NV; v++) sums[m][v] = dot<L>(sums[m][v], word, parts[v]);
+            }
         }
     }
 }

@@ -82,6 +82,12 @@ INLINE Words round_bf16(Floats x) {
     return (x == x) ? rounded : (bits >> 16 | 0x40);
 }
 
+// Two of them, the second in the upper half of a word. NaN stays NaN but for those whose lowest bits are nearly all ones.
+INLINE Words round_pair(Floats first, Floats second) {
+    const auto raised = [](Words bits) { return bits + 0x7FFF + ((bits >> 16) & 1); };
+    return raised((Words)first) >> 16 | (raised((Words)second) & 0xFFFF0000u);
+}
+
 INLINE void store(Bf16* at, Floats x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -118,7 +124,13 @@ template <class E>
 INLINE Floats dot(Floats sum, Word left, Words right);
 template <>
 INLINE Floats dot<float>(Floats sum, Word left, Words right) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+    // Of 16 registers GCC 12 wastes some otherwise: it copies sums, and keeps the last of them in memory.
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"((Floats)all(left)), "x"((Floats)right));
+    return sum;
+#else
     return sum + (Floats)all(left) * (Floats)right;
+#endif
 }
 template <>
 INLINE Floats dot<Bf16>(Floats sum, Word left, Words right) {
@@ -141,6 +153,21 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+#if defined(__x86_64__)
+#define IN_REGISTER "+v"
+#elif defined(__aarch64__)
+#define IN_REGISTER "+w"
+#else
+#define IN_REGISTER "+m"
+#endif
+
+// Has the compiler take a vector for another one from here on. So it computes a product again in each round, and leaves
+// sums in the order and in the registers that they were given: it would rather delay additions, and run out of registers.
+template <class T>
+INLINE void renew(T& vector) {
+    asm volatile("" : IN_REGISTER(vector));
+}
+
 // A moment's rest for a thread that looks at memory until it changes.
 INLINE void rest() {
 #if defined(__x86_64__)
@@ -154,6 +181,9 @@ INLINE void rest() {
 #if defined(__AVX512F__)
 INLINE Floats max(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE Floats min(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+INLINE Floats max(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE Floats min(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
 #else
 INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
 INLINE Floats min(Floats a, Floats b) { return a < b ? a : b; }

@@ -194,7 +194,7 @@ def test_operations_in_8_bits_have_a_rate_of_their_own() -> None:
 
 # Which of layers and head are computed in 8 bits, and in which: on a CPU, and on a GPU.
 FORMATS_IN_8_BITS = [
-    ("int8", (1, 1, "int8"), (1, 1, "int8")), ("int4", (1, 1, "int8"), (0, 1, "int8")),
+    ("int8", (1, 1, "int8"), (1, 1, "int8")), ("int4", (1, 1, "int4"), (0, 1, "int8")),
     ("fp8", (0, 0, ""), (1, 0, "float8")), ("eetq", (1, 0, "int8"), (0, 0, "")),
     ("bitsandbytes-nf4", (0, 0, ""), (0, 0, "")), (None, (0, 0, ""), (0, 0, "")),
 ]  # fmt: skip

@@ -7,19 +7,25 @@ with AVX-512 tries what one with AVX2 alone will do.
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from host import cpu_kinds
-from host.cpu_kinds import AVX2, AVX512, MACHINE, NAMED, NATIVE, Kind
+from host.cpu_kinds import AVX2, AVX512, AVX_VNNI, MACHINE, NAMED, NATIVE, Kind
 from launch.settings import read_settings
 from server.backends import choose, cpu
 from server.backends.cpu import CpuBackend, Kernels
-from server.backends.cpu.build import compiled_library
+from server.backends.cpu.build import FLAGS, SOURCES, compiled_library
 from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.memory import Arena
+from server.backends.cpu.quantised import CodeFormat
 from server.config import ShardConfig
+from tests.server.backends.cpu.test_codes import CASES, emulated, random
 from tests.server.backends.cpu.test_kernels import copying_compiler
 from tests.server.backends.cpu.test_portable_kernels import HASWELL, SAPPHIRE_RAPIDS, SKYLAKE
 from tests.server.driver import all_logits, load_engine
@@ -92,6 +98,28 @@ def test_kinds_are_built_side_by_side_and_found_again(tmp_path: Path, kernels: K
 @EACH
 def test_each_kind_compiles_for_whatever_processor(kind: Kind, kernels: Kernels) -> None:
     assert compiled_library(kind=kind).is_file()
+
+
+@X86
+@pytest.mark.skipif(AVX2.why_not() is not None, reason="the processor has no AVX2")
+@pytest.mark.parametrize("is_avx_vnni", [False, True], ids=["avx2", "avx-vnni"])
+def test_kinds_without_avx512_multiply_codes_as_integers_do(is_avx_vnni: bool, kernels: Kernels) -> None:
+    emulation = ("-include", str(Path(__file__).with_name("dpbusd.h")))
+    kind = replace(AVX2, name="avx-vnni-emulated", options=AVX2.options + emulation) if is_avx_vnni else AVX2
+    own = cpu.load(kind=kind)
+    for name, weight in CASES.items():
+        linear = CodeFormat(own, Arena(), weight, torch.bfloat16)
+        for tokens in (1, 2, 3, 5, 13):
+            x = random(tokens, weight.shape[1], seed=tokens).bfloat16()
+            assert torch.equal(emulated(weight, x), linear.finest(x, None)), (name, tokens)
+
+
+@X86
+def test_avx_vnni_multiplies_four_bytes_in_one_instruction(tmp_path: Path) -> None:
+    compiler = shutil.which("g++") or pytest.skip("there is no compiler")
+    command = [compiler, *FLAGS, *AVX_VNNI.options, "-S", "-o", "-", str(SOURCES / "peak.cpp")]
+    assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "vpdpbusd" in assembly
 
 
 @X86
