@@ -222,8 +222,8 @@ INLINE void add_products(Ints (&totals)[M][VECTORS], const Word* left, const uin
                 if constexpr (BITS == 8) {
                     totals[m][v] = dot_codes(totals[m][v], words[v], at[0]);
                 } else {
-                    totals[m][v] = dot_codes(totals[m][v], words[v] & 0x0F0F0F0Fu, at[0]);
-                    totals[m][v] = dot_codes(totals[m][v], words[v] >> 4 & 0x0F0F0F0Fu, at[1]);
+                    totals[m][v] = dot_small_codes(totals[m][v], words[v] & 0x0F0F0F0Fu, at[0]);
+                    totals[m][v] = dot_small_codes(totals[m][v], words[v] >> 4 & 0x0F0F0F0Fu, at[1]);
                 }
             }
         }

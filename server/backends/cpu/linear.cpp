@@ -21,7 +21,15 @@
 
 namespace {
 
+// Tokens of a tile. With the narrow vectors of aarch64, sums of more than three have room for half a panel at a time.
+#if defined(__aarch64__)
+constexpr int ROWS = MAX_ROWS<VECTORS / 2>;
+#else
 constexpr int ROWS = MAX_ROWS<VECTORS>;
+#endif
+// Vectors of a panel that M tokens are multiplied with at once.
+template <int M>
+constexpr int WIDTH = M <= MAX_ROWS<VECTORS> ? VECTORS : VECTORS / 2;
 // Bytes of a panel that belong to a block of the inputs.
 constexpr long BLOCK = STEP * LEFT_WORDS;
 // Words of the inputs that a tile of tokens goes through with its sums in registers: 64 KiB of a panel.
@@ -106,25 +114,53 @@ void expand(const Weight& weight, long panel, long start, long count, Word* out)
     }
 }
 
-// Fetches weights while others are multiplied: soon needed ones into L1, and LINES lines that are needed later into L2.
-template <int LINES>
+// Fetches weights while others are multiplied: soon needed ones, of which a word has BYTES, into L1, and LINES lines that
+// are needed later into L2.
+template <int LINES, int BYTES = STEP>
 struct Fetch {
     const char *here, *ahead;
     long step;
     INLINE void operator()(int k) const {
-        for (int line = 0; line < STEP; line += 64) __builtin_prefetch(here + NEAR + k * STEP + line, 0, 3);
+        for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(here + NEAR + k * STEP + line, 0, 3);
         for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + k * step + line * 64, 0, 2);
     }
 };
 
-template <class E, int M, int LINES>
-INLINE void multiply_blocks(Floats (&sums)[M][VECTORS], const Word* left, Fetch<LINES> fetch, int words) {
+template <class E, int M, int NV, class Fetch>
+INLINE void multiply_blocks(Floats (&sums)[M][NV], const Word* left, Fetch fetch, int words) {
     for (; words > 0; words -= LEFT_WORDS, left += M * LEFT_STRIDE) {
-        const Word* right[VECTORS];
-        for (int v = 0; v < VECTORS; v++) right[v] = reinterpret_cast<const Word*>(fetch.here) + v * LANES;
+        const Word* right[NV];
+        for (int v = 0; v < NV; v++) right[v] = reinterpret_cast<const Word*>(fetch.here) + v * LANES;
         multiply<E>(sums, left, right, PANEL, int(min(words, LEFT_WORDS)), fetch);
         fetch.here += BLOCK, fetch.ahead += LEFT_WORDS * fetch.step;
     }
+}
+
+// `multiply_tile` of the WIDTH<M> vectors from vector `first` on.
+template <class E, int M>
+INLINE void multiply_vectors(
+    const Word* left, const Word* stretch, int words, float* sums_at, bool is_first, int tile, int tiles, int first
+) {
+    constexpr int NV = WIDTH<M>, BYTES = NV * LANES * 4;
+    sums_at += first * LANES;
+    // Unrolled, so that the sums are nowhere but in registers.
+    Floats sums[M][NV];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
+
+    const char *const begin = reinterpret_cast<const char*>(stretch), *const here = begin + first * LANES * 4;
+    const long share = (STEP * tile + BYTES * first / NV) / tiles, step = BYTES / tiles;
+    if (tiles == 1)
+        multiply_blocks<E>(sums, left, Fetch<BYTES / 64, BYTES>{here, here + FAR, STEP}, words);
+    else
+        multiply_blocks<E>(sums, left, Fetch<1, BYTES>{here, begin + (STEP + share) * words, step}, words);
+
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) store(sums_at + m * PANEL + v * LANES, sums[m][v]);
 }
 
 // Go on with the sums [M][PANEL] of M tokens over a stretch of a panel. They are one of `tiles` tiles that do so one after
@@ -133,24 +169,8 @@ template <class E, int M>
 void multiply_tile(
     const Word* left, const Word* stretch, int words, float* sums_at, bool is_first, int tile, int tiles
 ) {
-    // Unrolled, so that the sums are nowhere but in registers.
-    Floats sums[M][VECTORS];
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
-
-    const char* here = reinterpret_cast<const char*>(stretch);
-    const long step = STEP / tiles;
-    if (tiles == 1)
-        multiply_blocks<E>(sums, left, Fetch<STEP / 64>{here, here + FAR, STEP}, words);
-    else
-        multiply_blocks<E>(sums, left, Fetch<1>{here, here + (STEP + tile * step) * words, step}, words);
-
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) store(sums_at + m * PANEL + v * LANES, sums[m][v]);
+    for (int first = 0; first < VECTORS; first += WIDTH<M>)
+        multiply_vectors<E, M>(left, stretch, words, sums_at, is_first, tile, tiles, first);
 }
 
 // multiply_tile<E, rows>, for 1 … ROWS rows.
@@ -308,19 +328,26 @@ void grouped(
     }
 }
 
-// What computes products at best, which is what this was compiled for: 0 nothing special, 1 AVX2, 2 AVX-512, and for
-// bfloat16 alone 3 its products of AVX-512, and 4 matrix units.
-void tell_instructions(int64_t* answer) {
-#if defined(__AVX512BF16__)
-    constexpr int VECTORS = 3;
-#elif defined(__AVX512F__)
-    constexpr int VECTORS = 2;
+// What computes products of float32, and of bfloat16, which is what this was compiled for, in words of up to 15 letters.
+void tell_instructions(char (*answers)[16]) {
+#if defined(__AVX512F__)
+    constexpr const char* VECTORS = "AVX512F";
 #elif defined(__AVX2__)
-    constexpr int VECTORS = 1;
+    constexpr const char* VECTORS = "AVX2";
+#elif defined(__aarch64__)
+    constexpr const char* VECTORS = "NEON";
 #else
-    constexpr int VECTORS = 0;
+    constexpr const char* VECTORS = "plain C++";
 #endif
-    *answer = amx::USES_AMX ? 4 : VECTORS;
+#if defined(__AVX512BF16__)
+    constexpr const char* PAIRS = "AVX512_BF16";
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    constexpr const char* PAIRS = "NEON BF16";
+#else
+    constexpr const char* PAIRS = VECTORS;
+#endif
+    strcpy(answers[0], VECTORS);
+    strcpy(answers[1], amx::USES_AMX ? "AMX" : PAIRS);
 }
 
 // One panel of a weight given by rows, `stride` elements apart.

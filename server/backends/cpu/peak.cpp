@@ -31,6 +31,7 @@ INLINE void renew(T& vector) {
 template <class Sum, class Operand, class Product>
 INLINE long repeat(Operand left, Operand right, const Product& product) {
     Sum sums[ACCUMULATORS] = {};
+    renew(left);  // GCC 12 writes a constant vector of bfloat16 as one of float16
     for (long round = 0; round < ROUNDS; round++) {
 #pragma GCC unroll 32
         for (int i = 0; i < ACCUMULATORS; i++) {
@@ -53,6 +54,10 @@ long multiply_halves() {
 #if defined(__AVX512FP16__)
     return 64 * repeat<__m512h>(_mm512_set1_ph(1.5f), _mm512_set1_ph(0.75f), [](__m512h sum, __m512h a, __m512h b) {
         return _mm512_fmadd_ph(a, b, sum);
+    });
+#elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+    return 16 * repeat<float16x8_t>(vdupq_n_f16(1.5f), vdupq_n_f16(0.75f), [](float16x8_t sum, float16x8_t a, float16x8_t b) {
+        return vfmaq_f16(sum, a, b);
     });
 #else
     return multiply_floats();  // expanded once for many products, that is what they cost
@@ -111,10 +116,20 @@ long multiply_bf16() {
     return 4 * LANES * repeat<Floats>(all(0x3FC03FC0u), all(0x3F403F40u), [](Floats sum, Words a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     });
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return 8 * LANES * repeat<Floats>(all(0x3FC03FC0u), all(0x3F403F40u), [](Floats sum, Words a, Words b) {
+        return (Floats)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+    });
 #else
     return multiply_floats();
 #endif
 }
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr long CODES = 8;  // whose products are added to a lane
+#else
+constexpr long CODES = 4;
+#endif
 
 // Exact sums in 32 bits of the products of codes of 8 bits.
 INLINE Ints dot_exactly(Ints sum, Words weights, Words inputs) {
@@ -128,6 +143,10 @@ INLINE Ints dot_exactly(Ints sum, Words weights, Words inputs) {
 #elif defined(__AVX2__)
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs);
     return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)weights, (int8x16_t)inputs);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)inputs);
 #else
     return dot_codes(sum, weights, inputs[0]);
 #endif
@@ -135,7 +154,8 @@ INLINE Ints dot_exactly(Ints sum, Words weights, Words inputs) {
 
 long multiply_codes() {
     if (const long done = amx::USES_AMX ? multiply_code_tiles() : 0) return done;
-    return 8 * LANES * repeat<Ints>(all(0x01020304u), all(0x04030201u), [](Ints sum, Words a, Words b) { return dot_exactly(sum, a, b); });
+    const auto product = [](Ints sum, Words a, Words b) { return dot_exactly(sum, a, b); };
+    return 2 * CODES * LANES * repeat<Ints>(all(0x01020304u), all(0x04030201u), product);
 }
 
 // Threads that multiply at the same time: each waits until all have come. Nothing is shared out among them, unlike with a
