@@ -29,7 +29,16 @@ constexpr long SHORT_STRETCH = LEFT_WORDS, LONG_STRETCH = 4 * LEFT_WORDS;
 // How far ahead of their use weights are fetched, in bytes: into the L2 cache, and from there into L1.
 constexpr long FAR = 64 * STEP, NEAR = 8 * STEP;
 // Tokens whose sums of a panel are in registers at once, beside the codes that they are made from.
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int ROWS = MAX_ROWS<VECTORS / 2>;  // of half a panel
+#elif defined(__aarch64__)
+constexpr int ROWS = MAX_ROWS<VECTORS / 2> * 2 / 3;
+#else
 constexpr int ROWS = MAX_ROWS<VECTORS> * 2 / 3 > 1 ? MAX_ROWS<VECTORS> * 2 / 3 : 1;
+#endif
+// Vectors of a panel that M tokens are multiplied with at once.
+template <int M>
+constexpr int WIDTH = M <= MAX_ROWS<VECTORS> * 2 / 3 || M == 1 ? VECTORS : VECTORS / 2;
 
 struct CodeWeight : Panels {
     const uint8_t* panels;
@@ -205,20 +214,58 @@ INLINE void fetch(const uint8_t* codes) {
     }
 }
 
-// Add the products of `count` words of M tokens with those of a panel; an even number of words where they have 4 bits.
-template <int BITS, int M>
-INLINE void add_products(Ints (&totals)[M][VECTORS], const Word* left, const uint8_t* codes, long count) {
-    constexpr int TOGETHER = 8 / BITS;
-    for (long k = 0; k < count; k += TOGETHER, codes += STEP) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// `add_products` of an even number of words with products of matrices.
+template <int BITS, int M, int NV>
+INLINE void add_paired_products(Ints (&totals)[M][NV], const Word* left, const uint8_t* codes, long count) {
+    Squares<Ints, M, NV> squares(totals);
+    for (long k = 0; k < count; k += 2, codes += 2 * STEP * BITS / 8) {
         fetch(codes);
-        Words words[VECTORS];
+        int8x16_t rows[squares.PAIRS];
+#pragma GCC unroll 6
+        for (int p = 0; p < squares.PAIRS; p++) rows[p] = (int8x16_t)squares.rows(left, p, k);
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) words[v] = load(reinterpret_cast<const Word*>(codes) + v * LANES);
+        for (int v = 0; v < NV; v++) {
+            one_by_one();
+            const Word* const at = reinterpret_cast<const Word*>(codes) + v * LANES;
+            const Words low = BITS == 8 ? load(at) : load(at) & 0x0F0F0F0Fu;
+            const Words high = BITS == 8 ? load(at + PANEL) : load(at) >> 4 & 0x0F0F0F0Fu;
+            const uint32x4_t first = (uint32x4_t)low, second = (uint32x4_t)high;
+            const uint8x16_t lanes[] = {(uint8x16_t)vzip1q_u32(first, second), (uint8x16_t)vzip2q_u32(first, second)};
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+#pragma GCC unroll 6
+                for (int p = 0; p < squares.PAIRS; p++) {
+                    uint32x4_t& sum = squares.at[p][2 * v + half];
+                    sum = (uint32x4_t)vusmmlaq_s32((int32x4_t)sum, lanes[half], rows[p]);
+                }
+        }
+    }
+    squares.store(totals);
+}
+#endif
+
+// Add the products of `count` words of M tokens with those of a panel; an even number of words where they have 4 bits.
+template <int BITS, int M, int NV>
+INLINE void add_products(Ints (&totals)[M][NV], const Word* left, const uint8_t* codes, long count) {
+    constexpr int TOGETHER = 8 / BITS;
+    long k = 0;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (M >= 4) {
+        add_paired_products<BITS>(totals, left, codes, k = count / 2 * 2);
+        codes += k / TOGETHER * STEP;
+    }
+#endif
+    for (; k < count; k += TOGETHER, codes += STEP) {
+        fetch(codes);
+        Words words[NV];
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) words[v] = load(reinterpret_cast<const Word*>(codes) + v * LANES);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             const Word *const at = left + m * LEFT_STRIDE + k;
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) {
+            for (int v = 0; v < NV; v++) {
                 if constexpr (BITS == 8) {
                     totals[m][v] = dot_codes(totals[m][v], words[v], at[0]);
                 } else {
@@ -231,43 +278,54 @@ INLINE void add_products(Ints (&totals)[M][VECTORS], const Word* left, const uin
 }
 
 // Add what a block contributes to the sums of M tokens, whose input codes have the sums `codes` and the scales `inputs`.
-template <bool IS_LONG, int M>
+template <bool IS_LONG, int M, int NV>
 INLINE void add_scaled(
-    const Ints (&totals)[M][VECTORS], const Scales& scales, long block, const float* codes, const float* inputs, float* sums
+    const Ints (&totals)[M][NV], const Scales& scales, long block, const float* codes, const float* inputs, float* sums,
+    int first
 ) {
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) {
-        const Floats scale = scales.scale(block, v);
-        const Ints zero = scales.zero(block, v);
+    for (int v = 0; v < NV; v++) {
+        const Floats scale = scales.scale(block, first + v);
+        const Ints zero = scales.zero(block, first + v);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-            float* const at = sums + m * PANEL + v * LANES;
+            float* const at = sums + m * PANEL + (first + v) * LANES;
             const Floats part = exact<IS_LONG>(totals[m][v], zero, codes[m]) * inputs[m];
             store(at, fused(part, scale, block ? load(at) : Floats{}));
         }
     }
 }
 
-// The sums [M][PANEL] of a tile of M tokens with a panel, on vector units. `first` is the tile's first token in the chunk.
+// `multiply_tile` of the WIDTH<M> vectors from `vector` on.
 template <int BITS, int M>
-void multiply_tile(const CodeWeight& weight, const uint8_t* codes, const Left& left, long first, float* sums) {
+INLINE void multiply_vectors(
+    const CodeWeight& weight, const uint8_t* codes, const Left& left, long first, float* sums, int vector
+) {
     const Scales scales(weight, codes);
+    codes += vector * LANES * 4;
     const Word* const words = left.words + first * blocks_of(weight.words()) * LEFT_STRIDE;
     const long block_words = weight.block / 4;
     long k = 0;
     for (long block = 0; block < weight.blocks(); block++) {
-        Ints totals[M][VECTORS] = {};
+        Ints totals[M][WIDTH<M>] = {};
         for (const long stop = k + block_words; k < stop;) {
             const long count = min(stop - k, LEFT_WORDS - k % LEFT_WORDS);
-            add_products<BITS, M>(totals, words + k / LEFT_WORDS * M * LEFT_STRIDE + k % LEFT_WORDS, codes, count);
+            add_products<BITS>(totals, words + k / LEFT_WORDS * M * LEFT_STRIDE + k % LEFT_WORDS, codes, count);
             codes += count * STEP * BITS / 8, k += count;
         }
         const long place = block * left.tokens + first;
         if (block_words > LEFT_WORDS)
-            add_scaled<true, M>(totals, scales, block, left.sums + place, left.scales + place, sums);
+            add_scaled<true>(totals, scales, block, left.sums + place, left.scales + place, sums, vector);
         else
-            add_scaled<false, M>(totals, scales, block, left.sums + place, left.scales + place, sums);
+            add_scaled<false>(totals, scales, block, left.sums + place, left.scales + place, sums, vector);
     }
+}
+
+// The sums [M][PANEL] of a tile of M tokens with a panel, on vector units. `first` is the tile's first token in the chunk.
+template <int BITS, int M>
+void multiply_tile(const CodeWeight& weight, const uint8_t* codes, const Left& left, long first, float* sums) {
+    for (int vector = 0; vector < VECTORS; vector += WIDTH<M>)
+        multiply_vectors<BITS, M>(weight, codes, left, first, sums, vector);
 }
 
 // multiply_tile<BITS, rows>, for 1 … ROWS rows.
