@@ -32,7 +32,7 @@ serve: needs install
 	$(RUN) launcher.py $(ARGS)
 
 # A worker for each core and one more, four at most; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
-# ARGS="--cpu-kernels avx2" (or auto, avx512, none) runs all tests with the CPU kernels of that kind; with
+# ARGS="--cpu-kernels avx2" (or another kind that this machine has) runs all tests with the CPU kernels of that kind; with
 # ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 before it torch is limited too. Tests that need instructions which the
 # processor lacks are skipped, and the last lines say why.
 test: needs install

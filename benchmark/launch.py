@@ -33,6 +33,7 @@ import uvloop
 from benchmark import options
 from benchmark.cost import shapes
 from benchmark.result import ROOT, BenchError
+from host import cpu_kinds
 from host.process import end_with_parent
 
 LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed
@@ -205,7 +206,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_kernels_argument(group: argparse._ActionsContainer) -> None:
     """Declare which CPU kernels a command's servers have."""
-    group.add_argument("--cpu-kernels", metavar="KIND", help="CPU kernels: auto, avx512, avx2 or none (default: auto)")
+    kinds = ", ".join(cpu_kinds.CHOICES)
+    group.add_argument("--cpu-kernels", metavar="KIND", help=f"CPU kernels: {kinds} (default: auto)")
 
 
 @contextmanager

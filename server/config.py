@@ -310,7 +310,8 @@ class ShardConfig:
         default=cpu_kinds.AUTO,
         metadata={
             "help": "Compiled CPU kernels. auto: all instructions of the processor; avx512, avx2: those of x86-64-v4 "
-            "or x86-64-v3; none: stock torch operators, as without a compiler.",
+            "or x86-64-v3; dotprod, neon: those of aarch64 with integer dot products or without; none: stock torch "
+            "operators, as without a compiler.",
             "choices": cpu_kinds.CHOICES,
             "check": cpu_kinds.check,
             "when": "To try a lesser processor, or to find out whether a kernel causes a fault. Each kind is compiled "

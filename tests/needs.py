@@ -63,14 +63,18 @@ PYTHON = Need(
 GPU = command("nvidia-smi", "nvidia-driver, for an NVIDIA GPU")
 INDEX = "what pip reads from (PyPI or a mirror of it)"
 COMPILER = command("g++", "g++", is_optional=True)  # without it what compiles kernels is skipped
+ARM = [  # without them, the kernels for aarch64
+    command("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu", is_optional=True),
+    command("qemu-aarch64-static", "qemu-user-static", is_optional=True),
+]
 TUN = file("/dev/net/tun", "modprobe tun", is_optional=True)
 
 # What each target says, and what is looked up.
 NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "install": (f"some minutes, once, and {INDEX}", [PYTHON, disk(3)]),
     "serve": ("nothing more for the embedded model", []),
-    "test": ("five to ten minutes of two cores", [memory(8), COMPILER]),
-    "test-rest": ("ten to twenty minutes of two cores", [memory(8), COMPILER]),
+    "test": ("five to ten minutes of two cores", [memory(8), COMPILER, *ARM]),
+    "test-rest": ("ten to twenty minutes of two cores", [memory(8), COMPILER, *ARM]),
     "test-formats": (f"hours, and {INDEX}", [disk(10), memory(8), COMPILER]),
     "test-offload": ("a temporary folder on a disk (TMPDIR)", [COMPILER]),
     "test-kernels": ("nothing more", []),

@@ -22,7 +22,7 @@ from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.graph import CpuGraphCapture
-from server.backends.cpu.kernels import Kernels
+from server.backends.cpu.kernels import Kernels, Library
 from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
@@ -157,9 +157,9 @@ def load(
     if problem := kind.why_not():
         raise BuildError(problem)
     try:
-        return Kernels(compiled_library(compilers=compilers, kind=kind))
+        return Kernels(Library(compiled_library(compilers=compilers, kind=kind)))
     except BuildError:
         library = build.portable_library(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
         if library is None:
             raise
-        return Kernels(library)
+        return Kernels(Library(library))

@@ -188,7 +188,9 @@ void score_keys(
         }
         multiply<E>(sums, left, right, BLOCK_TOKENS, int(min(words - start, long(LEFT_WORDS))), fetch);
     }
+#pragma GCC unroll 12
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
         for (int v = 0; v < NV; v++) store(scores + m * CHUNK<E> + v * LANES, sums[m][v]);
 }
 
@@ -211,7 +213,9 @@ void weigh_values(
         }
         multiply<E>(sums, left + block * DEPTH, right, width, DEPTH, fetch);
     }
+#pragma GCC unroll 12
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
         for (int v = 0; v < NV; v++) store(sums_at + m * head_dim + feature + v * LANES, sums[m][v]);
 }
 

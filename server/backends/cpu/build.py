@@ -6,10 +6,11 @@ the result is good for this machine alone. Ranks that start together may all com
 own and moves the result into place, which is atomic, and the results are the same.
 
 `python -m server.backends.cpu --portable` compiles the files once for each kind of CPU that they make a difference for,
-into a folder beside them: a container's image has these. What a machine compiles for itself is preferred to them. A
-library's name tells from which sources and with which options it was made, so that an outdated one is never loaded.
+into a folder beside them: a container's image has these. `--machine` names another machine than this one, for which a
+cross compiler is asked. What a machine compiles for itself is preferred to them. A library's name tells from which
+sources and with which options it was made, so that an outdated one is never loaded.
 
-Left out: CPUs without AVX2, and those that are not x86-64. Stock torch operators serve there.
+Left out: CPUs without AVX2 or NEON, and systems other than Linux. Stock torch operators serve there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from host.cpu_kinds import KINDS, NATIVE, Kind, cpu_flags
+from host.cpu_kinds import KINDS, NATIVE, Kind, cpu_flags, kinds_of
 from host.folders import make_private
 
 SOURCES = Path(__file__).parent
@@ -44,6 +45,8 @@ def compiled_library(cache: Path | None = None, compilers: Sequence[str] = COMPI
 
     Raises BuildError.
     """
+    if platform.system() != "Linux":
+        raise BuildError(f"this is {platform.system()}, and compiled kernels are for Linux")
     compiler = _find_compiler(compilers)
     try:
         directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler, kind)
@@ -77,15 +80,16 @@ def portable_path(kind: Kind, folder: Path) -> Path:
 
 
 def compile_portable(
-    folder: Path = PORTABLE, kinds: Sequence[Kind] = KINDS, compilers: Sequence[str] = COMPILERS
+    folder: Path = PORTABLE, machine: str = platform.machine(), compilers: Sequence[str] | None = None
 ) -> Path:
-    """Compile a library for each of the kinds, whatever this machine is; returns the folder that they are in.
+    """Compile a library for each kind of a machine, whatever this one is; returns the folder that they are in.
 
-    Raises BuildError without a compiler, or with one that does not know a kind; OSError.
+    compilers: by default those that compile for `machine` here. Raises BuildError without one, or with one that does
+    not know a kind; OSError.
     """
-    compiler = _find_compiler(compilers)
+    compiler = _find_compiler(compilers_for(machine) if compilers is None else compilers)
     folder.mkdir(parents=True, exist_ok=True)
-    for kind in kinds:
+    for kind in kinds_of(machine):
         compile_sources(compiler, kind.options, portable_path(kind, folder))
     return folder
 
@@ -103,12 +107,19 @@ def compile_sources(compiler: str, target: Sequence[str], library: Path) -> None
         os.replace(linked, library)
 
 
-def _find_compiler(compilers: Sequence[str] = COMPILERS) -> str:
+def compilers_for(machine: str) -> tuple[str, ...]:
+    """The commands that may be a compiler for a machine: another one than this has a cross compiler."""
+    return COMPILERS if machine == platform.machine() else (f"{machine}-linux-gnu-g++",)
+
+
+def _find_compiler(compilers: Sequence[str]) -> str:
     """The path of the first that is installed. Raises BuildError if none is."""
     for name in compilers:
         if path := shutil.which(name):
             return path
-    raise BuildError(f"no C++ compiler was found ({', '.join(compilers)}): install g++")
+    machine, is_cross, _ = compilers[0].partition("-linux-gnu-g++")
+    package = f"g++-{machine.replace('_', '-')}-linux-gnu" if is_cross else "g++"  # as Debian calls it
+    raise BuildError(f"no C++ compiler was found ({', '.join(compilers)}): install {package}")
 
 
 def _key(compiler: str, kind: Kind) -> str:

@@ -211,16 +211,52 @@ struct Stretch {
     long start, count;
 };
 
+// Fetches what will soon be needed of NV vectors of a panel.
+template <int NV>
+INLINE void fetch(const uint8_t* right) {
+    for (int line = 0; line < 4 * NV * LANES; line += 64) {
+        __builtin_prefetch(right + NEAR + line, 0, 3);
+        __builtin_prefetch(right + FAR + line, 0, 2);
+    }
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// `add_words` of an even number of words with products of matrices.
+template <int BITS, int M, int NV>
+INLINE void add_pairs(Ints (&totals)[M][NV], const Word* left, const uint8_t* right, long count) {
+    Squares<Ints, M, NV> squares(totals);
+    for (long k = 0; k < count; k += 2, right += 2 * STEP * BITS / 8) {
+        fetch<NV>(right);
+        int8x16_t rows[squares.PAIRS];
+#pragma GCC unroll 6
+        for (int p = 0; p < squares.PAIRS; p++) rows[p] = (int8x16_t)squares.rows(left, p, k);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) {
+            one_by_one();
+            const Word* const at = reinterpret_cast<const Word*>(right) + v * LANES;
+            const uint32x4_t first = (uint32x4_t)Factors<BITS>::part(load(at), 0);
+            const uint32x4_t second = (uint32x4_t)(BITS == 8 ? load(at + PANEL) : Factors<BITS>::part(load(at), 1));
+            const uint8x16_t lanes[] = {(uint8x16_t)vzip1q_u32(first, second), (uint8x16_t)vzip2q_u32(first, second)};
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+#pragma GCC unroll 6
+                for (int p = 0; p < squares.PAIRS; p++) {
+                    uint32x4_t& sum = squares.at[p][2 * v + half];
+                    sum = (uint32x4_t)vusmmlaq_s32((int32x4_t)sum, lanes[half], rows[p]);
+                }
+        }
+    }
+    squares.store(totals);
+}
+#endif
+
 // Add the products of `count` words of M tokens with those of NV vectors of a panel.
 template <int BITS, int M, int NV, class Sums>
 INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* right, long count) {
     constexpr int PARTS = Factors<BITS>::PARTS;
 #pragma GCC unroll 4
     for (long k = 0; k < count; k += PARTS, right += STEP) {
-        for (int line = 0; line < 4 * NV * LANES; line += 64) {
-            __builtin_prefetch(right + NEAR + line, 0, 3);
-            __builtin_prefetch(right + FAR + line, 0, 2);
-        }
+        fetch<NV>(right);
         Words words[NV];
 #pragma GCC unroll 8
         for (int v = 0; v < NV; v++) words[v] = load(reinterpret_cast<const Word*>(right) + v * LANES);
@@ -245,7 +281,11 @@ template <int BITS, int M, int NV>
 INLINE void add_products(Ints (&totals)[M][NV], const Word* left, const uint8_t* right, long count) {
     using Sums = typename Factors<BITS>::Sums;
     if constexpr (std::is_same_v<Sums, Ints>) {
-        add_words<BITS>(totals, left, right, count);
+        long paired = 0;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        if constexpr (M >= 4) add_pairs<BITS>(totals, left, right, paired = count / 2 * 2);
+#endif
+        add_words<BITS>(totals, left + paired, right + paired / Factors<BITS>::PARTS * STEP, count - paired);
     } else {
         constexpr int WORDS = Factors<BITS>::WORDS_OF_A_SUM;
         for (long k = 0; k < count; k += WORDS) {

@@ -52,10 +52,34 @@ INLINE Ints dot_codes(Ints sum, Words weights, Word inputs) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)all(inputs));
 #elif defined(__AVXVNNI__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)all(inputs));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)vusdotq_lane_s32((int32x4_t)sum, (uint8x16_t)weights, (int8x8_t)vcreate_u64(inputs), 0);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    // Both sides are signed: 128 less of each weight, and then 128 times the inputs.
+    const int8x8_t lane = (int8x8_t)vcreate_u64(inputs);
+    const int32x4_t less = vdotq_lane_s32(int32x4_t{}, vdupq_n_s8(-128), lane, 0);
+    return (Ints)vdotq_lane_s32(vsubq_s32((int32x4_t)sum, less), (int8x16_t)(weights ^ 0x80808080u), lane, 0);
+#elif defined(__aarch64__)
+    const int16x8_t four = vmovl_s8((int8x8_t)vdup_n_u32(inputs));
+    const uint16x8_t low = vmovl_u8(vget_low_u8((uint8x16_t)weights)), high = vmovl_high_u8((uint8x16_t)weights);
+    const auto pairs = [&](uint16x8_t codes) {
+        const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)codes), vget_low_s16(four));
+        return vpaddq_s32(first, vmull_high_s16((int16x8_t)codes, four));
+    };
+    return sum + (Ints)vpaddq_s32(pairs(low), pairs(high));
 #else
     for (int shift = 0; shift < 32; shift += 8)
         sum += (Ints)(weights >> shift & 0xFFu) * int32_t(int8_t(inputs >> shift));
     return sum;
+#endif
+}
+
+// The same where no code of a weight is above 127.
+INLINE Ints dot_small_codes(Ints sum, Words weights, Word inputs) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return (Ints)vdotq_lane_s32((int32x4_t)sum, (int8x16_t)weights, (int8x8_t)vcreate_u64(inputs), 0);
+#else
+    return dot_codes(sum, weights, inputs);
 #endif
 }
 
@@ -68,7 +92,9 @@ struct Factors {
     static INLINE Words part(Words codes, int number) {
         return BITS == 8 ? codes : codes >> 4 * number & 0x0F0F0F0Fu;
     }
-    static INLINE Sums add(Sums sums, Words part, Word inputs) { return dot_codes(sums, part, inputs); }
+    static INLINE Sums add(Sums sums, Words part, Word inputs) {
+        return BITS == 8 ? dot_codes(sums, part, inputs) : dot_small_codes(sums, part, inputs);
+    }
 };
 #endif
 
@@ -86,6 +112,10 @@ INLINE void store_codes(int8_t* at, Ints codes) {
     const __m128i first = _mm256_castsi256_si128((__m256i)codes), second = _mm256_extracti128_si256((__m256i)codes, 1);
     const __m128i shorts = _mm_packs_epi32(first, second);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(at), _mm_packs_epi16(shorts, shorts));
+#elif defined(__aarch64__)
+    const int16x4_t halves = vmovn_s32((int32x4_t)codes);
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
+    memcpy(at, &bytes, LANES);
 #else
     for (int lane = 0; lane < LANES; lane++) at[lane] = int8_t(codes[lane]);
 #endif
@@ -103,6 +133,10 @@ INLINE Ints load_bytes(const uint8_t* at) {
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
 #elif defined(__AVX2__)
     return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__aarch64__)
+    Word bytes;
+    memcpy(&bytes, at, LANES);
+    return (Ints)vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)vcreate_u64(bytes))));
 #else
     Ints bytes;
     for (int lane = 0; lane < LANES; lane++) bytes[lane] = at[lane];
@@ -130,6 +164,8 @@ INLINE Floats load_halves(const uint16_t* at) {
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 #elif defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16((float16x4_t)vld1_u16(at));
 #else
     Floats values;
     for (int lane = 0; lane < LANES; lane++) values[lane] = to_float_half(at[lane]);

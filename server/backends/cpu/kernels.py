@@ -6,7 +6,6 @@ A call costs half a microsecond to one, by the number of its parameters; a step 
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,6 @@ SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PEAKS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "int8", "int4": "int4"}
 # What the letters of a signature stand for.
 PARAMETERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int}
-# What `tell_instructions` of linear.cpp counts; from AVX512_BF16 on they are for bfloat16 alone.
-INSTRUCTIONS = (platform.machine(), "AVX2", "AVX512F", "AVX512_BF16", "AMX")
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,34 @@ class Recorder(Protocol):
     def add_call(self, call: KernelCall) -> None: ...
 
 
-class Kernels:
-    """Every function of the library, ready to be called with addresses and numbers.
-
-    recorder: notes each call, beside its being made.
-    """
+class Library:
+    """A compiled library in this process. Raises BuildError."""
 
     def __init__(self, path: Path):
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise BuildError(f"the compiled kernels cannot be loaded ({error}): delete {path.parent}") from error
+
+    def address(self, name: str) -> int:
+        """The library has a pointer to each function."""
+        address = ctypes.c_void_p.in_dll(self._library, name).value
+        assert address is not None, f"the library exports {name}"
+        return address
+
+    def function(self, name: str, signature: str) -> Function:
+        """A function by its name, with the letters of its parameters."""
+        return ctypes.CFUNCTYPE(None, *(PARAMETERS[letter] for letter in signature))(self.address(name))
+
+
+class Kernels:
+    """Every function of the library, ready to be called with addresses and numbers.
+
+    recorder: notes each call, beside its being made.
+    """
+
+    def __init__(self, library: Library):
+        self._library = library
         self.recorder: Recorder | None = None
         self.pack = self._by_dtype("pack", "ppli")
         self.unpack = self._by_dtype("unpack", "pplpi")
@@ -84,15 +98,14 @@ class Kernels:
         self.attend = self._by_dtype("attend", "ppplplpppplpiiiili")
         self.summarise = self._function("summarise_logits", "pllllpppi")
         self.race = self._function("race_logits", "pllllppppi")
-        self.replay: Function = self._plain("replay_calls", "pl")
-        self._peaks = {kind: self._plain(f"peak_{suffix}", "lpi") for kind, suffix in PEAKS.items()}
+        self.replay: Function = library.function("replay_calls", "pl")
+        self._peaks = {kind: library.function(f"peak_{suffix}", "lpi") for kind, suffix in PEAKS.items()}
 
     def instructions(self, dtype: torch.dtype) -> str:
         """Which instructions compute matrix products of `dtype`, as people call them."""
-        answer = ctypes.c_int64()
-        self._plain("instructions", "p")(ctypes.addressof(answer))
-        most = len(INSTRUCTIONS) - 1 if dtype == torch.bfloat16 else INSTRUCTIONS.index("AVX512F")
-        return INSTRUCTIONS[min(answer.value, most)]
+        texts = (ctypes.c_char * 16 * len(SUFFIXES))()
+        self._library.function("instructions", "p")(ctypes.addressof(texts))
+        return texts[list(SUFFIXES).index(dtype)].value.decode()
 
     def operations_per_second(self, kind: str, units: int, threads: int) -> float:
         """Of products of what is in registers, on so many threads at once, for some tens of microseconds a unit.
@@ -112,7 +125,8 @@ class Kernels:
 
     def _function(self, name: str, signature: str) -> Function:
         """A function whose calls are told to a recorder, and seen by a profiler as it sees torch's operators."""
-        function, packed, shown = self._plain(name, signature), self._address(f"{name}_packed"), f"lockstep::{name}"
+        function = self._library.function(name, signature)
+        packed, shown = self._library.address(f"{name}_packed"), f"lockstep::{name}"
 
         def call(*arguments: int | None) -> None:
             if self.recorder is not None:
@@ -124,12 +138,3 @@ class Kernels:
                 function(*arguments)
 
         return call
-
-    def _plain(self, name: str, signature: str) -> Function:
-        return ctypes.CFUNCTYPE(None, *(PARAMETERS[letter] for letter in signature))(self._address(name))
-
-    def _address(self, name: str) -> int:
-        """The library has a pointer to each function."""
-        address = ctypes.c_void_p.in_dll(self._library, name).value
-        assert address is not None, f"the library exports {name}"
-        return address

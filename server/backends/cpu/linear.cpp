@@ -22,7 +22,7 @@
 
 namespace {
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool MULTIPLIES_BF16 = true;
 #else
 constexpr bool MULTIPLIES_BF16 = false;
@@ -358,19 +358,26 @@ void grouped(
     }
 }
 
-// What computes products at best, which is what this was compiled for: 0 nothing special, 1 AVX2, 2 AVX-512, and for
-// bfloat16 alone 3 its products of AVX-512, and 4 matrix units.
-void tell_instructions(int64_t* answer) {
-#if defined(__AVX512BF16__)
-    constexpr int VECTORS = 3;
-#elif defined(__AVX512F__)
-    constexpr int VECTORS = 2;
+// What computes products of float32, and of bfloat16, which is what this was compiled for, in words of up to 15 letters.
+void tell_instructions(char (*answers)[16]) {
+#if defined(__AVX512F__)
+    constexpr const char* VECTORS = "AVX512F";
 #elif defined(__AVX2__)
-    constexpr int VECTORS = 1;
+    constexpr const char* VECTORS = "AVX2";
+#elif defined(__aarch64__)
+    constexpr const char* VECTORS = "NEON";
 #else
-    constexpr int VECTORS = 0;
+    constexpr const char* VECTORS = "plain C++";
 #endif
-    *answer = amx::USES_AMX ? 4 : VECTORS;
+#if defined(__AVX512BF16__)
+    constexpr const char* PAIRS = "AVX512_BF16";
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    constexpr const char* PAIRS = "NEON BF16";
+#else
+    constexpr const char* PAIRS = VECTORS;
+#endif
+    strcpy(answers[0], VECTORS);
+    strcpy(answers[1], amx::USES_AMX ? "AMX" : PAIRS);
 }
 
 // One panel of a weight given by rows, `stride` elements apart.

@@ -34,6 +34,8 @@ bool any(Ints mask) {
 #if defined(__AVX512F__)
     // In place of a test of every lane.
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__aarch64__)
+    return vmaxvq_u32((uint32x4_t)mask);
 #else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= mask[i];

@@ -19,6 +19,7 @@ constexpr long ROUNDS = 4096;  // of a unit of work: some tens of microseconds
 template <class Sum, class Left, class Right, class Product>
 INLINE long repeat(Left left, Right right, const Product& product) {
     Sum sums[ACCUMULATORS] = {};
+    renew(left);  // GCC 12 writes a constant vector of bfloat16 as one of float16
     for (long round = 0; round < ROUNDS; round++) {
 #pragma GCC unroll 32
         for (int i = 0; i < ACCUMULATORS; i++) {
@@ -41,6 +42,10 @@ long multiply_halves() {
 #if defined(__AVX512FP16__)
     return 64 * repeat<__m512h>(_mm512_set1_ph(1.5f), _mm512_set1_ph(0.75f), [](__m512h sum, __m512h a, __m512h b) {
         return _mm512_fmadd_ph(a, b, sum);
+    });
+#elif defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+    return 16 * repeat<float16x8_t>(vdupq_n_f16(1.5f), vdupq_n_f16(0.75f), [](float16x8_t sum, float16x8_t a, float16x8_t b) {
+        return vfmaq_f16(sum, a, b);
     });
 #else
     return multiply_floats();  // expanded once for many products, that is what they cost
@@ -99,6 +104,10 @@ long multiply_bf16() {
     return 4 * LANES * repeat<Floats>(all(0x3FC03FC0u), all(0x3F403F40u), [](Floats sum, Words a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     });
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return 8 * LANES * repeat<Floats>(all(0x3FC03FC0u), all(0x3F403F40u), [](Floats sum, Words a, Words b) {
+        return (Floats)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+    });
 #else
     return multiply_floats();
 #endif
@@ -108,6 +117,11 @@ template <int BITS>
 long multiply_codes() {
     using Codes = Factors<BITS>;
     if (const long done = amx::USES_AMX ? multiply_code_tiles() : 0) return done;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return 16 * LANES * repeat<Ints>(all(0x01020304u), all(0x04030201u), [](Ints sum, Words a, Words b) {
+        return (Ints)vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)a, (int8x16_t)b);
+    });
+#endif
     constexpr int PRODUCTS = 4 / sizeof(typename Codes::Input);  // of a word
     const Word inputs = 0x01020304;
     const Words part = all(0x04030201u);

@@ -32,6 +32,90 @@ INLINE Words part_of(Words right, int number) {
     return number ? right & 0xFFFF0000u : right << 16;
 }
 
+#if defined(__aarch64__)
+// Sums of M rows and NV vectors as instructions for products of matrices have them: in squares of two lanes and two rows.
+// An odd last row is its own neighbour.
+template <class Sums, int M, int NV>
+struct Squares {
+    static constexpr int PAIRS = (M + 1) / 2;
+    uint32x4_t at[PAIRS][2 * NV];
+
+    static constexpr int other(int pair) { return 2 * pair + 1 < M ? 2 * pair + 1 : 2 * pair; }
+
+    INLINE explicit Squares(const Sums (&sums)[M][NV]) {
+#pragma GCC unroll 6
+        for (int p = 0; p < PAIRS; p++)
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) {
+                const uint32x4_t first = (uint32x4_t)sums[2 * p][v], second = (uint32x4_t)sums[other(p)][v];
+                at[p][2 * v] = vzip1q_u32(first, second);
+                at[p][2 * v + 1] = vzip2q_u32(first, second);
+            }
+    }
+
+    INLINE void store(Sums (&sums)[M][NV]) const {
+#pragma GCC unroll 6
+        for (int p = 0; p < PAIRS; p++)
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) {
+                sums[other(p)][v] = (Sums)vuzp2q_u32(at[p][2 * v], at[p][2 * v + 1]);
+                sums[2 * p][v] = (Sums)vuzp1q_u32(at[p][2 * v], at[p][2 * v + 1]);
+            }
+    }
+
+    // Words k and k + 1 of the rows of a pair.
+    INLINE static uint64x2_t rows(const Word* left, int pair, long k) {
+        const auto row = [&](int m) { return (uint64x1_t)vld1_u32(left + m * LEFT_STRIDE + k); };
+        return vcombine_u64(row(2 * pair), row(other(pair)));
+    }
+};
+#endif
+
+// Has the compiler load operands no sooner than here: for aarch64, GCC 12 loads many first, and is short of registers then.
+INLINE void one_by_one() {
+#if defined(__aarch64__)
+    asm volatile("" : : : "memory");
+#endif
+}
+
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// Whether rows go in pairs through `multiply`.
+template <class E, int M, int NV>
+constexpr bool IN_PAIRS = PER_WORD<E> == 2 && M >= 4 && (M + 1) / 2 * 2 * NV <= ACCUMULATORS;
+// Whether so few words, as the compiler knows, are not worth bringing the sums into squares and back.
+INLINE bool is_short(int depth) { return __builtin_constant_p(depth) && depth < 16; }
+
+// `multiply` of an even number of words with products of matrices. They add one word's products after the other's, as
+// `dot` does: sums are the same.
+template <int M, int NV, class Beside>
+INLINE void multiply_pairs(
+    Floats (&sums)[M][NV], const Word* left, const Word* const (&right)[NV], long right_step, int depth, const Beside& beside
+) {
+    Squares<Floats, M, NV> squares(sums);
+    for (int k = 0; k < depth; k += 2) {
+        beside(k), beside(k + 1);
+        bfloat16x8_t rows[squares.PAIRS];
+#pragma GCC unroll 6
+        for (int p = 0; p < squares.PAIRS; p++) rows[p] = (bfloat16x8_t)squares.rows(left, p, k);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) {
+            one_by_one();
+            const uint32x4_t words = (uint32x4_t)load(right[v] + k * right_step);
+            const uint32x4_t next = (uint32x4_t)load(right[v] + (k + 1) * right_step);
+            const bfloat16x8_t lanes[] = {(bfloat16x8_t)vzip1q_u32(words, next), (bfloat16x8_t)vzip2q_u32(words, next)};
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+#pragma GCC unroll 6
+                for (int p = 0; p < squares.PAIRS; p++) {
+                    uint32x4_t& sum = squares.at[p][2 * v + half];
+                    sum = (uint32x4_t)vbfmmlaq_f32((float32x4_t)sum, lanes[half], rows[p]);
+                }
+        }
+    }
+    squares.store(sums);
+}
+#endif
+
 // sums[m][v] += left[m][k] * right[v][k] over k < depth. right_step: words from one vector of the right side to the next;
 // beside: called with each k, to fetch what is needed later. The left side's elements are L, and its rows as much longer.
 template <class E, class L = E, int M, int NV, class Beside = Nothing>
@@ -39,7 +123,12 @@ INLINE void multiply(
     Floats (&sums)[M][NV], const Word* left, const Word* const (&right)[NV], long right_step, int depth,
     const Beside& beside = {}
 ) {
-    for (int k = 0; k < depth; k++) {
+    int k = 0;
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    if constexpr (IN_PAIRS<E, M, NV>)
+        if (!is_short(depth)) multiply_pairs(sums, left, right, right_step, k = depth / 2 * 2, beside);
+#endif
+    for (; k < depth; k++) {
         beside(k);
         Words vectors[NV];
 #pragma GCC unroll 8
@@ -51,6 +140,7 @@ INLINE void multiply(
             for (int v = 0; v < NV; v++) parts[v] = part_of<E, L>(vectors[v], part);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
+                one_by_one();
                 const Word word = left[(m * LEFT_STRIDE + k) * PARTS<E, L> + part];
 #pragma GCC unroll 8
                 for (int v = 0; v < NV; v++) sums[m][v] = dot<L>(sums[m][v], word, parts[v]);

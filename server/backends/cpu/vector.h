@@ -16,6 +16,7 @@ constexpr int LANES = 16, REGISTERS = 32;
 #include <immintrin.h>
 constexpr int LANES = 8, REGISTERS = 16;
 #elif defined(__aarch64__)
+#include <arm_neon.h>
 constexpr int LANES = 4, REGISTERS = 32;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
@@ -69,6 +70,8 @@ INLINE Floats load(const Bf16* at) {
 #if defined(__AVX512F__)
     // GCC 12 makes five instructions of the conversion below.
     return (Floats)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))) << 16);
+#elif defined(__aarch64__)
+    return (Floats)vshll_n_u16(vld1_u16(at), 16);  // GCC 12 takes the lanes one by one
 #else
     const auto halves = *reinterpret_cast<const HalvesAt*>(at);
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
@@ -91,6 +94,8 @@ INLINE Words round_pair(Floats first, Floats second) {
 INLINE void store(Bf16* at, Floats x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    vst1_u16(at, (uint16x4_t)vcvt_bf16_f32((float32x4_t)x));
 #else
     *reinterpret_cast<HalvesAt*>(at) = __builtin_convertvector(round_bf16(x), HalvesAt);
 #endif
@@ -128,6 +133,8 @@ INLINE Floats dot<float>(Floats sum, Word left, Words right) {
     // Of 16 registers GCC 12 wastes some otherwise: it copies sums, and keeps the last of them in memory.
     asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"((Floats)all(left)), "x"((Floats)right));
     return sum;
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_lane_f32((float32x4_t)sum, (float32x4_t)right, (float32x2_t)vcreate_u64(left), 0);
 #else
     return sum + (Floats)all(left) * (Floats)right;
 #endif
@@ -136,6 +143,13 @@ template <>
 INLINE Floats dot<Bf16>(Floats sum, Word left, Words right) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)all(left), (__m512bh)right);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    // Adds the sum of both products, each sum rounded to odd: no less exact than what is below.
+    return (Floats)vbfdotq_lane_f32((float32x4_t)sum, (bfloat16x8_t)right, (bfloat16x4_t)vcreate_u64(left), 0);
+#elif defined(__aarch64__)
+    const float32x4_t pair = (float32x4_t)vshll_n_u16((uint16x4_t)vcreate_u64(left), 16);
+    sum = (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)(right << 16), pair, 0);
+    return (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)(right & 0xFFFF0000u), pair, 1);
 #else
     sum += (Floats)all(left << 16) * (Floats)(right << 16);
     return sum + (Floats)all(left & 0xFFFF0000u) * (Floats)(right & 0xFFFF0000u);
@@ -148,6 +162,8 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif

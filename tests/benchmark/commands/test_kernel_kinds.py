@@ -20,7 +20,7 @@ from benchmark.seeds import documents, measurements
 from tests.benchmark.commands.test_reproduce import scale
 from tests.running import ROOT
 
-REFUSED = "--cpu-kernels is sse: give one of auto, avx512, avx2, none"
+REFUSED = "--cpu-kernels is sse: give one of auto, avx512, avx2, dotprod, neon, none"
 NONE = ["--cpu-kernels", "none"]
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels against what they replace, and the ways in which there may be none."""
+"""The compiled kernels against what they replace."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server import backends
 from server.arch.spec import Activation
-from server.backends import cpu
 from server.backends.cpu import Kernels
 from server.backends.cpu.attention import rotate
-from server.backends.cpu.build import BuildError, compiled_library
-from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.kernels import PEAKS
-from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate, onednn_packs
+from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
 from server.backends.protocol import Rotation, Summand
@@ -29,7 +24,6 @@ from server.backends.reference.attention import rotate as rotate_stock
 from server.backends.reference.linear import ACTIVATIONS, LayerNorm, RmsNorm
 from server.backends.reference.logits import exponential_noise
 from tests.combinations import all_pairs, by_turns
-from tests.cpu_kernels import asked
 
 EACH = (torch.float32, torch.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", EACH, ids=str)
@@ -52,83 +46,6 @@ def random(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 def assert_near(expected: Tensor, actual: Tensor) -> None:
     bound = ROUNDING[actual.dtype] * float(expected.abs().max().clamp(min=1))
     torch.testing.assert_close(actual.double(), expected.double(), atol=bound, rtol=0)
-
-
-# ------------------------------------------------------------------------------------------------------------ building
-
-
-def fake_compiler(directory: Path, action: str) -> str:
-    """A program that notes its first argument in `calls` and then does `action`; it knows its version."""
-    script = directory / "fake-compiler"
-    script.write_text(f'#!/bin/sh\necho "$1" >> "{directory}/calls"\n[ "$1" = --version ] && exit 0\n{action}\n')
-    script.chmod(0o755)
-    return str(script)
-
-
-def copying_compiler(directory: Path) -> str:
-    """Its output, the argument after -o, is the library that the real compiler made."""
-    return fake_compiler(directory, f'while [ "$1" != -o ]; do shift; done\nsleep 0.05\ncp "{compiled_library()}" "$2"')
-
-
-def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"^no C\+\+ compiler was found \(no-such-compiler\): install g\+\+$"):
-        compiled_library(tmp_path, ["no-such-compiler"])
-    backend = cpu.choose(torch.float32, ["no-such-compiler"])
-    assert "reference" == backend.name
-    assert "no C++ compiler was found (no-such-compiler): install g++" in backend.description
-    packed = cpu.choose(torch.bfloat16, ["no-such-compiler"])
-    assert ("onednn" if onednn_packs(torch.bfloat16) else "reference") == packed.name
-
-
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="error: no such instruction"):
-        compiled_library(tmp_path, [fake_compiler(tmp_path, "echo 'error: no such instruction' >&2; exit 1")])
-
-
-def test_a_library_that_cannot_be_loaded_is_no_library(tmp_path: Path) -> None:
-    compiler = fake_compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done\necho text > "$2"')
-    with pytest.raises(BuildError, match="cannot be loaded"):
-        Kernels(compiled_library(tmp_path, [compiler]))
-
-
-def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, kernels: Kernels) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(BuildError, match="writable"):
-        compiled_library(tmp_path / "file", [copying_compiler(tmp_path)])
-
-
-def test_what_is_compiled_is_kept(tmp_path: Path, kernels: Kernels) -> None:
-    compiler = copying_compiler(tmp_path)
-    first = compiled_library(tmp_path / "cache", [compiler])
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert first == compiled_library(tmp_path / "cache", [compiler])
-    assert [*calls, "--version"] == (tmp_path / "calls").read_text().splitlines()
-
-
-def test_ranks_that_start_together_get_the_same_library(tmp_path: Path, kernels: Kernels) -> None:
-    compiler = copying_compiler(tmp_path)
-    with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(lambda _: compiled_library(tmp_path / "cache", [compiler]), range(4)))
-    (path,) = paths
-    assert [path] == list(path.parent.iterdir())
-    assert isinstance(Kernels(path), Kernels)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "disabled", "name"),
-    [
-        (torch.float32, False, "cpu"),
-        (torch.bfloat16, False, "cpu"),
-        (torch.float16, False, "reference"),
-        (torch.float32, True, "reference"),
-    ],
-)
-def test_the_fastest_backend_that_can_serve_is_chosen(
-    dtype: torch.dtype, disabled: bool, name: str, kernels: Kernels
-) -> None:
-    backend = backends.choose(CpuDevice(), dtype, disable_custom_kernels=disabled, cpu_kernels=asked())
-    assert name == backend.name
-    assert backend.description
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

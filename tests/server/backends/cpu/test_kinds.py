@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from host import cpu_kinds
-from host.cpu_kinds import AVX2, AVX512, AVX_VNNI, MACHINE, NAMED, NATIVE, Kind
+from host.cpu_kinds import AVX2, AVX512, AVX_VNNI, DOTPROD, NAMED, NATIVE, NEON, X86_64, Kind
 from launch.settings import read_settings
 from server.backends import choose, cpu
 from server.backends.cpu import CpuBackend, Kernels
@@ -25,13 +25,15 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat
 from server.config import ShardConfig
+from tests.server.backends.cpu.test_build import copying_compiler
 from tests.server.backends.cpu.test_codes import CASES, emulated, random
-from tests.server.backends.cpu.test_kernels import copying_compiler
-from tests.server.backends.cpu.test_portable_kernels import HASWELL, SAPPHIRE_RAPIDS, SKYLAKE
+from tests.server.backends.cpu.test_portable_kernels import CORTEX_A72, HASWELL, NEOVERSE_N1, SAPPHIRE_RAPIDS, SKYLAKE
 from tests.server.driver import all_logits, load_engine
 
-X86 = pytest.mark.skipif(platform.machine() != MACHINE, reason="kinds are of x86-64 alone")
-EACH = pytest.mark.parametrize("kind", NAMED.values(), ids=list(NAMED))
+X86 = pytest.mark.skipif(platform.machine() != X86_64, reason="kinds are of x86-64 alone")
+EACH = pytest.mark.parametrize(
+    "kind", [kind for kind in NAMED.values() if kind.machine == platform.machine()], ids=lambda kind: kind.name
+)
 BEYOND_V3 = "avx512bw, avx512cd, avx512dq, avx512f, avx512vl"
 
 
@@ -46,6 +48,10 @@ BEYOND_V3 = "avx512bw, avx512cd, avx512dq, avx512f, avx512vl"
         (AVX512, "x86_64", HASWELL, f"this processor lacks {BEYOND_V3} and has avx2: give avx2, auto or none"),
         (AVX2, "x86_64", HASWELL[:-1], "this processor lacks bmi2: give auto or none"),
         (AVX2, "aarch64", [], "this processor is aarch64, and such kernels are for x86_64: give auto or none"),
+        (NEON, "x86_64", SKYLAKE, "this processor is x86_64, and such kernels are for aarch64: give auto or none"),
+        (NEON, "aarch64", CORTEX_A72, None),
+        (DOTPROD, "aarch64", NEOVERSE_N1, None),
+        (DOTPROD, "aarch64", NEOVERSE_N1[:-1], "this processor lacks asimddp and has neon: give neon, auto or none"),
     ],
 )
 def test_what_a_processor_cannot_run_has_a_sentence(
@@ -56,7 +62,7 @@ def test_what_a_processor_cannot_run_has_a_sentence(
 
 def test_the_launcher_refuses_a_kind_that_the_processor_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kinds, "cpu_flags", lambda: HASWELL[:-1])
-    monkeypatch.setattr(cpu_kinds.Kind.why_not, "__defaults__", (MACHINE, None))
+    monkeypatch.setattr(cpu_kinds.Kind.why_not, "__defaults__", (X86_64, None))
     _, problems = read_settings({"cpu_kernels": "avx2"}, {})
     assert ["--cpu-kernels is avx2: this processor lacks bmi2: give auto or none"] == problems
     _, problems = read_settings({}, {"CPU_KERNELS": "AVX2"})
@@ -77,7 +83,6 @@ def test_none_is_stock_torch(dtype: torch.dtype) -> None:
     assert "--cpu-kernels is none" in backend.description
 
 
-@X86
 @EACH
 def test_a_kind_that_is_asked_for_is_never_replaced_by_another(kind: Kind) -> None:
     reason = kind.why_not() or r"no C\+\+ compiler was found"
@@ -94,7 +99,6 @@ def test_kinds_are_built_side_by_side_and_found_again(tmp_path: Path, kernels: K
     assert [*calls, *["--version"] * 3] == (tmp_path / "calls").read_text().splitlines()
 
 
-@X86
 @EACH
 def test_each_kind_compiles_for_whatever_processor(kind: Kind, kernels: Kernels) -> None:
     assert compiled_library(kind=kind).is_file()
@@ -122,7 +126,6 @@ def test_avx_vnni_multiplies_four_bytes_in_one_instruction(tmp_path: Path) -> No
     assert "vpdpbusd" in assembly
 
 
-@X86
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_each_kind_that_the_processor_runs_computes_as_stock_torch(
@@ -131,7 +134,8 @@ def test_each_kind_that_the_processor_runs_computes_as_stock_torch(
     if problem := kind.why_not():
         pytest.skip(problem)
     own, token_ids = cpu.load(kind=kind), list(range(4, 60))
-    assert {"avx2": "AVX2", "avx512": "AVX512F"}[kind.name] == own.instructions(dtype)
+    known = {"avx2": "AVX2", "avx512": "AVX512F", "neon": "NEON", "dotprod": "NEON"}
+    assert known[kind.name] == own.instructions(dtype)
     assert own.instructions(dtype) in CpuBackend(own, dtype).description
     expected = all_logits(load_engine(tiny_bloom, dtype=dtype), token_ids)
     found = all_logits(load_engine(tiny_bloom, dtype=dtype, kernels=own), token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -11,29 +12,53 @@ from pathlib import Path
 
 import pytest
 
-from host.cpu_kinds import AMX, AVX2, AVX512, AVX_VNNI, BF16, KINDS, MACHINE, VNNI, Kind, cpu_flags
+from host.cpu_kinds import (
+    AARCH64,
+    AMX,
+    AVX2,
+    AVX512,
+    AVX_VNNI,
+    BF16,
+    DOTPROD,
+    I8MM,
+    KINDS,
+    NEON,
+    VNNI,
+    X86_64,
+    Kind,
+    cpu_flags,
+    kinds_of,
+)
 from server.backends import cpu
 from server.backends.cpu import Kernels
 from server.backends.cpu.build import BuildError, compile_portable, compiled_library, portable_library, portable_path
 
-X86 = pytest.mark.skipif(platform.machine() != MACHINE, reason="kinds are of x86-64 alone")
+X86 = pytest.mark.skipif(platform.machine() != X86_64, reason="its options are of x86-64 alone")
 # Shortened from /proc/cpuinfo of the CPUs that are named.
 HASWELL = "fpu sse4_2 movbe xsave avx f16c fma abm bmi1 avx2 bmi2".split()
 SKYLAKE = [*HASWELL, *"avx512f avx512dq avx512cd avx512bw avx512vl".split()]
 ICE_LAKE = [*SKYLAKE, *"avx512vbmi avx512_vbmi2 avx512_vnni avx512_bitalg".split()]
 ZEN_4 = [*ICE_LAKE, "avx512_bf16"]
 SAPPHIRE_RAPIDS = [*ZEN_4, *"avx_vnni amx_bf16 avx512_fp16 amx_tile amx_int8".split()]
-CASES: list[tuple[list[str], Kind | None]] = [
-    (SAPPHIRE_RAPIDS, AMX),
-    (ZEN_4, BF16),
-    (ICE_LAKE, VNNI),
-    (SKYLAKE, AVX512),
-    ([*HASWELL, "avx_vnni"], AVX_VNNI),  # Alder Lake
-    ([flag for flag in SAPPHIRE_RAPIDS if flag != "amx_tile"], BF16),  # a virtual machine that hides some
-    ([flag for flag in SAPPHIRE_RAPIDS if flag != "fma"], None),
-    (HASWELL, AVX2),
-    (HASWELL[:6], None),
-    ([], None),
+CORTEX_A72 = "fp asimd evtstrm crc32 cpuid".split()
+NEOVERSE_N1 = [*CORTEX_A72, *"atomics fphp asimdhp asimdrdm lrcpc dcpop asimddp".split()]
+NEOVERSE_V1 = [*NEOVERSE_N1, *"sve svei8mm svebf16 i8mm bf16 dgh".split()]
+CASES: list[tuple[str, list[str], Kind | None]] = [
+    (X86_64, SAPPHIRE_RAPIDS, AMX),
+    (X86_64, ZEN_4, BF16),
+    (X86_64, ICE_LAKE, VNNI),
+    (X86_64, SKYLAKE, AVX512),
+    (X86_64, [*HASWELL, "avx_vnni"], AVX_VNNI),  # Alder Lake
+    (X86_64, HASWELL, AVX2),
+    (X86_64, [flag for flag in SAPPHIRE_RAPIDS if flag != "amx_tile"], BF16),  # a virtual machine that hides some
+    (X86_64, [flag for flag in SAPPHIRE_RAPIDS if flag != "fma"], None),
+    (X86_64, HASWELL[:6], None),
+    (X86_64, [], None),
+    (AARCH64, NEOVERSE_V1, I8MM),
+    (AARCH64, [flag for flag in NEOVERSE_V1 if flag != "bf16"], DOTPROD),
+    (AARCH64, NEOVERSE_N1, DOTPROD),
+    (AARCH64, CORTEX_A72, NEON),
+    (AARCH64, ["fp"], None),
 ]
 
 
@@ -45,9 +70,11 @@ def shipped(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("flags", "kind"), CASES)
-def test_a_machine_gets_the_fastest_kind_that_it_can_run(shipped: Path, flags: list[str], kind: Kind | None) -> None:
-    assert portable_library(shipped, "x86_64", flags) == (portable_path(kind, shipped) if kind else None)
+@pytest.mark.parametrize(("machine", "flags", "kind"), CASES)
+def test_a_machine_gets_the_fastest_kind_that_it_can_run(
+    shipped: Path, machine: str, flags: list[str], kind: Kind | None
+) -> None:
+    assert portable_library(shipped, machine, flags) == (portable_path(kind, shipped) if kind else None)
 
 
 def test_a_kind_that_was_not_compiled_leaves_the_next(shipped: Path) -> None:
@@ -72,8 +99,9 @@ def test_a_library_of_other_sources_is_never_loaded(shipped: Path, monkeypatch: 
 
 
 def test_each_kind_has_what_the_slower_ones_have() -> None:
-    for faster, slower in pairwise(kind for kind in KINDS if kind is not AVX_VNNI):
-        assert faster.wanted > slower.wanted
+    for machine in (X86_64, AARCH64):
+        for faster, slower in pairwise(kind for kind in kinds_of(machine) if kind is not AVX_VNNI):
+            assert faster.wanted > slower.wanted
     assert AVX_VNNI.wanted > AVX2.wanted  # with AVX-512 or without
     assert ("-march=x86-64-v4", "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16") == BF16.options
 
@@ -85,7 +113,7 @@ def test_the_compiler_means_by_a_kind_no_more_than_a_machine_is_asked_for() -> N
     spelt = {"abm": {"lzcnt"}, "avx512_vnni": {"avx512vnni"}, "avx512_bf16": {"avx512bf16"}, "bmi1": {"bmi"}}
     spelt["avx_vnni"] = {"avxvnni"}
     old = {"sse", "sse2", "sse3", "ssse3", "sse4", "sse4.1", "sse4.2", "sahf", "cx16", "popcnt", "mmx", "fxsr", "crc32"}
-    for kind in KINDS:
+    for kind in kinds_of(X86_64):
         said = subprocess.run(["g++", *kind.options, "-Q", "--help=target"], capture_output=True, text=True, check=True)
         enabled = {line.split()[0][2:] for line in said.stdout.splitlines() if line.endswith("[enabled]")}
         known = {name for flag in kind.wanted for name in spelt.get(flag, {flag.replace("_", "-")})} | old
@@ -108,19 +136,28 @@ def test_without_one_that_fits_the_message_is_that_of_the_compiler(tmp_path: Pat
         cpu.load(["no-such-compiler"], tmp_path)
 
 
-def test_every_kind_is_compiled_with_its_own_options(tmp_path: Path) -> None:
+def test_systems_other_than_linux_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(BuildError, match=r"^this is Darwin, and compiled kernels are for Linux$"):
+        cpu.load(shipped=tmp_path)
+
+
+@pytest.mark.parametrize("machine", [X86_64, AARCH64])
+def test_every_kind_of_a_machine_is_compiled_with_its_own_options(tmp_path: Path, machine: str) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
     compiler.chmod(0o755)
-    folder = compile_portable(tmp_path / "made", KINDS, [str(compiler)])
-    assert {portable_path(kind, folder) for kind in KINDS} == set(folder.iterdir())
+    folder, kinds = compile_portable(tmp_path / "made", machine, [str(compiler)]), kinds_of(machine)
+    assert {portable_path(kind, folder) for kind in kinds} == set(folder.iterdir())
     calls = [line for line in (tmp_path / "calls").read_text().splitlines() if "/linear.cpp" in line]
-    for kind in KINDS:
+    for kind in kinds:
         assert 1 == sum(f" {' '.join(kind.options)} -c " in line for line in calls), kind.name
     assert not any("-march=native" in line for line in calls)
 
 
-def test_without_a_compiler_nothing_is_made_for_others(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="install g"):
-        compile_portable(tmp_path / "made", KINDS, ["no-such-compiler"])
+def test_without_a_compiler_nothing_is_made_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for machine, package in ((platform.machine(), "g++"), ("riscv64", "g++-riscv64-linux-gnu")):
+        with pytest.raises(BuildError, match=f"install {re.escape(package)}$"):
+            compile_portable(tmp_path / "made", machine)
     assert not (tmp_path / "made").exists()
