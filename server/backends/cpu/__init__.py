@@ -150,16 +150,12 @@ def choose(
 def load(
     compilers: Sequence[str] = COMPILERS, shipped: Path = build.PORTABLE, kind: Kind = cpu_kinds.NATIVE
 ) -> Kernels:
-    """The compiled kernels of a kind, by default all that this machine can do: its own, or those in `shipped`.
+    """The compiled kernels of a kind, by default all that this machine can do: those in `shipped`, or its own.
 
     Raises BuildError, which says why there are none.
     """
     if problem := kind.why_not():
         raise BuildError(problem)
-    try:
-        return Kernels(Library(compiled_library(compilers=compilers, kind=kind)))
-    except BuildError:
-        library = build.portable_library(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
-        if library is None:
-            raise
-        return Kernels(Library(library))
+    kinds = cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,)
+    library = build.portable_library(shipped, kinds=kinds)
+    return Kernels(Library(library or compiled_library(compilers=compilers, kind=kind)))

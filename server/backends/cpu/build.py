@@ -6,9 +6,9 @@ the result is good for this machine alone. Ranks that start together may all com
 own and moves the result into place, which is atomic, and the results are the same.
 
 `python -m server.backends.cpu --portable` compiles the files once for each kind of CPU that they make a difference for,
-into a folder beside them: a container's image has these. `--machine` names another machine than this one, for which a
-cross compiler is asked. What a machine compiles for itself is preferred to them. A library's name tells from which
-sources and with which options it was made, so that an outdated one is never loaded.
+into a folder beside them: wheels and images have these. `--machine` names another machine than this one, for which a
+cross compiler is asked. A machine that can run one of them compiles nothing: `-march=native` was no faster on Zen 3. A
+library's name tells from which sources and with which options it was made, so that an outdated one is never loaded.
 
 Left out: CPUs without AVX2 or NEON, and systems other than Linux. Stock torch operators serve there.
 """

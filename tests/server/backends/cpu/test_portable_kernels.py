@@ -123,12 +123,13 @@ def test_the_compiler_means_by_a_kind_no_more_than_a_machine_is_asked_for() -> N
 
 
 @X86
-def test_one_that_fits_serves_where_there_is_no_compiler(tmp_path: Path, kernels: Kernels) -> None:
+def test_where_one_fits_nothing_is_compiled(tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in KINDS:
         portable_path(kind, tmp_path).symlink_to(compiled_library())
     if portable_library(tmp_path) is None:
         pytest.skip(f"this CPU is of no kind: {cpu_flags()}")
-    assert isinstance(cpu.load(["no-such-compiler"], tmp_path), Kernels)
+    monkeypatch.setattr(cpu, "compiled_library", lambda **_: pytest.fail("compiled"))
+    assert isinstance(cpu.load(shipped=tmp_path), Kernels)
 
 
 def test_without_one_that_fits_the_message_is_that_of_the_compiler(tmp_path: Path) -> None:
