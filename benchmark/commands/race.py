@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,26 +96,26 @@ def run(args: argparse.Namespace) -> int:
     cells = [cell for cell in every if cell not in records]
     if not every:
         raise BenchError(f"nobody has a format of {', '.join(args.format)}: give another --format")
-    gauge, missing = _gauge()
+    gauges, missing = _gauges()
     floors = Limits({name: shape for name, (shape, _) in named.items()})
     if args.plan:
-        print("\n\n".join([_plan(cells, floors, gauge, args), "\n".join(f"- {note}" for note in notes)]))
+        print("\n\n".join([_plan(cells, floors, gauges, args), "\n".join(f"- {note}" for note in notes)]))
         return 0
     folders = Folders(_models(args), log, {name: where for name, (_, where) in named.items()})
     settings = Settings(args.limit, args.runs, _threads(), keep_models=not args.discard_models)
-    course = Course(systems, records, floors, gauge, folders, settings)
+    course = Course(systems, records, floors, gauges, folders, settings)
     if args.only_models:
         _make_models(course, cells)
         return 0
     result = Result(_context(args, named), list(records.all.values()), [*notes, *missing])
-    stages = [Stage(str(cell), _seconds(cell, floors, gauge, args)) for cell in cells]
+    stages = [Stage(str(cell), _seconds(cell, floors, gauges, args)) for cell in cells]
     with published(result, markdown, args.output) as keep, shown("race", stages) as view:
         try:
             for _ in course.run(cells, view):
                 result.rows = list(records.all.values())
                 keep()
         finally:
-            result.notes += [describe(gauge.seen)] if gauge is not None and gauge.seen else []
+            result.notes += [describe(gauge.seen) for gauge in gauges.values() if gauge.seen]
     return 0
 
 
@@ -247,24 +248,26 @@ def _version(system: System, log: Path) -> tuple[str, str]:
 
 def _processor() -> str:
     """Its kind, of which more can be done in an instruction the further left it stands."""
-    kind = next((kind.name for kind in cpu_kinds.KINDS if kind.why_not() is None), "none of them")
-    return f"Processor: {kind}, of {', '.join(kind.name for kind in cpu_kinds.KINDS)}; {_threads()} threads each."
+    kinds = cpu_kinds.kinds_of(platform.machine())
+    kind = next((kind.name for kind in kinds if kind.why_not() is None), "none of them")
+    return f"Processor: {kind}, of {', '.join(kind.name for kind in kinds)}; {_threads()} threads each."
 
 
 # ------------------------------------------------------------------------------------------------------ limits and time
 
 
-def _gauge() -> tuple[Probe | None, list[str]]:
+def _gauges() -> tuple[dict[str, Probe], list[str]]:
     try:
-        return limits.gauge(_threads()), []
+        return limits.gauges(_threads()), []
     except BenchError as error:
-        return None, [f"No limits: {error}."]
+        return {}, [f"No limits: {error}."]
 
 
-def _seconds(cell: Cell, floors: Limits, gauge: Probe | None, args: argparse.Namespace) -> float:
+def _seconds(cell: Cell, floors: Limits, gauges: Mapping[str, Probe], args: argparse.Namespace) -> float:
     """About how long a cell takes, at most its limit."""
-    if gauge is None:
+    if not gauges:
         return START_SECONDS
+    gauge = gauges[floors.product_kind(cell)]
     prefill, decode = floors.needed(cell, None)
     ceilings = gauge.seen[0] if gauge.seen else gauge.measure()
     requests = 2 if cell.kind == SERVED else 1.5 * args.runs
@@ -272,11 +275,11 @@ def _seconds(cell: Cell, floors: Limits, gauge: Probe | None, args: argparse.Nam
     return min(float(args.limit), START_SECONDS + requests * OVER_LIMIT * whole / 1000)
 
 
-def _plan(cells: Sequence[Cell], floors: Limits, gauge: Probe | None, args: argparse.Namespace) -> str:
+def _plan(cells: Sequence[Cell], floors: Limits, gauges: Mapping[str, Probe], args: argparse.Namespace) -> str:
     """How many cells there are of each shape and format, and about how long they take."""
     parts: dict[tuple[str, str, str], list[float]] = {}
     for cell in cells:
-        parts.setdefault((cell.shape, cell.format, cell.kind), []).append(_seconds(cell, floors, gauge, args))
+        parts.setdefault((cell.shape, cell.format, cell.kind), []).append(_seconds(cell, floors, gauges, args))
     rows = [(*part, len(seconds), words(sum(seconds))) for part, seconds in parts.items()]
     whole = sum(map(sum, parts.values()))
     return table(("Shape", "Format", "What", "Cells", "About"), [*rows, ("All", "", "", len(cells), words(whole))])

@@ -73,15 +73,15 @@ class Course:
         systems: Sequence[System],
         records: Records,
         limits: Limits,
-        gauge: Gauge | None,
+        gauges: Mapping[str, Gauge],
         folders: Folders,
         settings: Settings,
     ) -> None:
-        """gauge: None where the ceilings cannot be measured."""
+        """gauges: as of limits.py; none where the ceilings cannot be measured."""
         self._systems = {system.name: system for system in systems}
         self._records = records
         self._limits = limits
-        self._gauge = gauge
+        self._gauges = gauges
         self._folders = folders
         self._log = folders.log
         self._settings = settings
@@ -116,11 +116,12 @@ class Course:
         stored = None if model == source else stored_bytes(model)
         port = free_port() if cell.kind == SERVED else 0
         task = Task(cell, source, model, self._settings.runs, self._settings.threads, self._limits.kv_bytes(cell), port)
-        before = None if self._gauge is None else self._gauge.measure()
+        gauge = self._gauges.get(self._limits.product_kind(cell))
+        before = None if gauge is None else gauge.measure()
         found = self._served(system, task) if cell.kind == SERVED else self._timed(system, task)
-        if self._gauge is None or before is None:
+        if gauge is None or before is None:
             return found
-        ceilings = before.best_of(self._gauge.measure())
+        ceilings = before.best_of(gauge.measure())
         return {**found, **self._limits.figures(cell, stored, ceilings)}
 
     def make_model(self, cell: Cell) -> tuple[Path, Path]:

@@ -17,9 +17,15 @@ from benchmark.race.cells import FORMATS, SERVED, Cell
 DTYPE = "bfloat16"
 
 
-def gauge(threads: int) -> Probe:
-    """What measures the ceilings of the CPU, in bfloat16 and in integers. Raises BenchError where nothing compiles."""
-    return Probe("cpu", DTYPE, threads=threads, num_devices=1, step_weight_bytes=READ_BYTES, product_kind="int8")
+def gauges(threads: int) -> dict[str, Probe]:
+    """What measures the ceilings of the CPU, in bfloat16 and in integers, by the numbers that are multiplied with int8.
+
+    Raises BenchError where nothing compiles.
+    """
+    return {
+        kind: Probe("cpu", DTYPE, threads=threads, num_devices=1, step_weight_bytes=READ_BYTES, product_kind=kind)
+        for kind in ("int8", "int4")
+    }
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Limits:
         seen = {
             "read_gb_per_second": ceilings.bytes_per_second / 1e9,
             "tflop_per_second": ceilings.flops_per_second / 1e12,
-            "int8_top_per_second": ceilings.ops_8_per_second / 1e12,
+            "integer_top_per_second": ceilings.ops_8_per_second / 1e12,
         }
         if cell.kind == SERVED:
             whole = prefill.plus(decode.times(cell.decode_length - 1)).floor_ms(ceilings)
@@ -43,7 +49,7 @@ class Limits:
 
     def needed(self, cell: Cell, stored_bytes: int | None) -> tuple[BytesAndFlops, BytesAndFlops]:
         """What the prefill of a batch needs at least, and a decode step of it."""
-        served = ServedModel(self.shapes[cell.shape].shape, DTYPE, FORMATS[cell.format].quantize, on_cpu=True)
+        served = self._served(cell)
         prefill = served.prefill(cell.batch_size, cell.prompt_tokens)
         decode = served.mean_decode(cell.batch_size, cell.prompt_tokens, cell.decode_length)
         if stored_bytes is None:
@@ -54,6 +60,13 @@ class Limits:
         return replace(prefill, num_bytes=prefill.num_bytes - saved), replace(
             decode, num_bytes=decode.num_bytes - saved
         )
+
+    def product_kind(self, cell: Cell) -> str:
+        """Which of `gauges` measures a cell's ceilings."""
+        return self._served(cell).product_kind or "int8"
+
+    def _served(self, cell: Cell) -> ServedModel:
+        return ServedModel(self.shapes[cell.shape].shape, DTYPE, FORMATS[cell.format].quantize, on_cpu=True)
 
     def kv_bytes(self, cell: Cell) -> int:
         """Bytes of the keys and values of all sequences of a cell at their ends."""

@@ -98,7 +98,11 @@ def test_models_can_be_made_first(race: list[str], tmp_path: Path, capsys: pytes
         (["--systems", "gpt"], 2, "error: argument --systems: invalid choice"),
         (["--systems", "vllm"], 1, "error: nobody takes part: "),
         (["--limit", "0"], 2, "error: argument --limit: 0 is not at least 1"),
-        (["--cpu-kernels", "mmx"], 1, "error: --cpu-kernels is mmx: give one of auto, avx512, avx2, dotprod, neon, none"),
+        (
+            ["--cpu-kernels", "mmx"],
+            1,
+            "error: --cpu-kernels is mmx: give one of auto, avx512, avx2, dotprod, neon, none",
+        ),
         (["--shape", "--served"], 1, "error: there is nothing to run: give --shape or --served"),
         (["--shape", "bloom-560m=100x1", "--format", "f16", "--systems", "lockstep"], 1, "error: nobody has"),
     ],

@@ -63,7 +63,7 @@ def course(tmp_path: Path, *systems: Script, seconds: float = 60.0, keep_models:
         make_source(tmp_path / "models", "bloom-560m")
     records = Records(tmp_path / "race.jsonl")
     settings = Settings(seconds, 1, 2, keep_models=keep_models)
-    return Course(systems, records, LIMITS, DataSheet(CEILINGS), folders, settings)
+    return Course(systems, records, LIMITS, dict.fromkeys(("int8", "int4"), DataSheet(CEILINGS)), folders, settings)
 
 
 def found(tmp_path: Path) -> dict[Cell, dict[str, object]]:
@@ -109,8 +109,13 @@ def test_a_cell_has_the_limit_of_what_its_system_has_stored(tmp_path: Path) -> N
     )
     assert 0.5 == pytest.approx(float(str(int8["decode_limit_ms"])) / float(str(dense["decode_limit_ms"])), rel=0.02)
     assert (50.0, 1.0, 2.0) == tuple(
-        dense[name] for name in ("read_gb_per_second", "tflop_per_second", "int8_top_per_second")
+        dense[name] for name in ("read_gb_per_second", "tflop_per_second", "integer_top_per_second")
     )
+
+
+def test_integers_are_held_to_the_peak_of_their_bits() -> None:
+    kinds = {format: LIMITS.product_kind(cell(format=format)) for format in ("bf16", "int8", "int4", "q4_k_m")}
+    assert {"bf16": "int8", "int8": "int8", "int4": "int4", "q4_k_m": "int4"} == kinds
 
 
 def test_without_stored_bytes_the_limit_is_that_of_lockstep() -> None:
