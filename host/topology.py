@@ -46,8 +46,10 @@ def share(rank: int, ranks: int, cpus: Collection[int], system: Path = SYSTEM) -
 
 def settle(rank: int, ranks: int) -> int:
     """Keep this process, one of `ranks` on this machine, on its share of the CPUs; returns how many have the same."""
-    cpus, sharing = share(rank, ranks, allowed_cpus())
-    os.sched_setaffinity(0, cpus)
+    allowed = allowed_cpus()
+    cpus, sharing = share(rank, ranks, allowed)
+    if cpus != allowed:
+        os.sched_setaffinity(0, cpus)
     return sharing
 
 

@@ -105,7 +105,8 @@ def plan_shards(settings: Settings, gpus: int, nodes: Nodes | None = None) -> tu
         device = "cuda" if gpus else "cpu"
     visible = gpus if device == "cuda" else 0
     if count == AUTO:
-        count = _most_shards(visible * nodes.count if visible else len(topology.nodes(topology.allowed_cpus())))
+        each = visible or len(topology.nodes(topology.allowed_cpus()))
+        count = max(_most_shards(each * nodes.count // stages), 1)
     if sharded and (count == 1 or (count is None and visible <= 1)):
         fact = "--num-shard is 1" if count == 1 else f"the number of visible GPUs is {visible}"
         raise ValueError(f"--sharded is true but {fact}: give --num-shard 2, 4 or 8, or leave --sharded out")

@@ -119,6 +119,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
     threads, threads_reason = plan_threads(
         config.threads,
         is_host=device.torch_device.type == "cpu",
+        ranks=config.num_sharing,
         sharing=sharing,
         weight_bytes=model.nbytes,
     )

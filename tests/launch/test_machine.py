@@ -72,6 +72,8 @@ MODEL = ("--model-id", "some/model")
         (0, ("--num-shard", "2"), ("cpu", 2)),
         (4, ("--num-shard", "auto"), ("cuda", 4)),
         (5, ("--num-shard", "AUTO"), ("cuda", 4)),
+        (4, ("--num-shard", "auto", "--pipeline-parallel", "2"), ("cuda", 4)),
+        (1, ("--num-shard", "auto", "--pipeline-parallel", "2", "--device", "cpu"), ("cpu", 2)),
         (4, ("--sharded", "true"), ("cuda", 4)),
         (4, ("--sharded", "true", "--num-shard", "2"), ("cuda", 2)),
         (4, ("--sharded", "false"), ("cuda", 1)),

@@ -102,10 +102,11 @@ class MemoryCopies(HostCopies):
         """The device knows nothing of it."""
 
 
-def plan_threads(wanted: int | None, *, is_host: bool, sharing: int, weight_bytes: int) -> tuple[int, str]:
+def plan_threads(wanted: int | None, *, is_host: bool, ranks: int, sharing: int, weight_bytes: int) -> tuple[int, str]:
     """Threads for operators on the host, and why so many: this rank's share of the cores, mostly.
 
-    is_host: whether the host computes the model; sharing: ranks that have the CPUs that this one may run on.
+    is_host: whether the host computes the model; ranks: those on this machine; sharing: of these, the ones
+    that have the CPUs that this one may run on.
 
     Two threads of one core share its arithmetic, which one keeps busy. The router has no core of its own: it works
     while a step's last tokens are on their way, and threads that find no work sleep after a moment (threads.h). Threads
@@ -119,9 +120,9 @@ def plan_threads(wanted: int | None, *, is_host: bool, sharing: int, weight_byte
     if weight_bytes < SMALL_MODEL_BYTES:
         return 1, "the model is too small to share"
     cores, quota = physical_cores(allowed_cpus()), cpu_quota()
-    if quota is not None and quota < cores:
+    if quota is not None and quota / ranks < cores / sharing:
         # Threads beyond the quota use it up early, and then all of them stand still for the rest of each period.
-        return max(1, math.floor(quota) // sharing), f"a cgroup quota of {quota:g} cores for all shards"
+        return max(1, math.floor(quota) // ranks), f"a cgroup quota of {quota:g} cores for all shards"
     if sharing == 1:
         return cores, f"{cores} cores; they sleep when idle"
     return max(1, cores // sharing), f"{cores} cores for {sharing} shards; they sleep when idle"

@@ -97,7 +97,7 @@ def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
     large, small = 2**30, 2**20
 
     def plan(wanted: int | None, ranks: int, num_bytes: int, is_host: bool = True) -> tuple[int, str]:
-        return plan_threads(wanted, is_host=is_host, sharing=ranks, weight_bytes=num_bytes)
+        return plan_threads(wanted, is_host=is_host, ranks=ranks, sharing=ranks, weight_bytes=num_bytes)
 
     assert (8, "8 cores; they sleep when idle") == plan(None, 1, large)
     assert (2, "8 cores for 4 shards; they sleep when idle") == plan(None, 4, large)
@@ -111,8 +111,9 @@ def test_threads_keep_to_a_containers_quota(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("server.backends.cpu.device.physical_cores", lambda cpus: 8)
     monkeypatch.setattr("server.backends.cpu.device.cpu_quota", lambda: 2.5)
     plan = partial(plan_threads, None, is_host=True, weight_bytes=2**30)
-    assert (2, "a cgroup quota of 2.5 cores for all shards") == plan(sharing=1)
-    assert 1 == plan(sharing=4)[0]
+    assert (2, "a cgroup quota of 2.5 cores for all shards") == plan(ranks=1, sharing=1)
+    assert 1 == plan(ranks=4, sharing=4)[0]
+    assert (1, "a cgroup quota of 2.5 cores for all shards") == plan(ranks=2, sharing=1)  # each on a node of its own
 
 
 def test_a_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
