@@ -8,7 +8,6 @@ result says; the rest is in `benchmark/race/`. Left out: GPUs, and whether the t
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import shutil
 import sys
@@ -31,6 +30,7 @@ from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from benchmark.terminal import Stage, shown, words
 from host import cpu_kinds
+from host.topology import allowed_cpus, physical_cores
 
 SHAPES = (Entry("bloom-560m", ()), Entry("tinyllama-1.1b", ()), Entry("qwen3-0.6b", ()), entry("qwen3-4b=100x1"))
 SERVED_SHAPES = (Entry("tinyllama-1.1b", ()),)
@@ -164,7 +164,7 @@ def _models(args: argparse.Namespace) -> Path:
 
 
 def _threads() -> int:
-    return len(os.sched_getaffinity(0))
+    return physical_cores(allowed_cpus())
 
 
 # ------------------------------------------------------------------------------------------------------- who takes part

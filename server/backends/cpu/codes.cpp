@@ -227,24 +227,13 @@ INLINE void add_pairs(Ints (&totals)[M][NV], const Word* left, const uint8_t* ri
     Squares<Ints, M, NV> squares(totals);
     for (long k = 0; k < count; k += 2, right += 2 * STEP * BITS / 8) {
         fetch<NV>(right);
-        int8x16_t rows[squares.PAIRS];
-#pragma GCC unroll 6
-        for (int p = 0; p < squares.PAIRS; p++) rows[p] = (int8x16_t)squares.rows(left, p, k);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; v++) {
-            one_by_one();
+        const auto words = [&](int v) {
             const Word* const at = reinterpret_cast<const Word*>(right) + v * LANES;
-            const uint32x4_t first = (uint32x4_t)Factors<BITS>::part(load(at), 0);
-            const uint32x4_t second = (uint32x4_t)(BITS == 8 ? load(at + PANEL) : Factors<BITS>::part(load(at), 1));
-            const uint8x16_t lanes[] = {(uint8x16_t)vzip1q_u32(first, second), (uint8x16_t)vzip2q_u32(first, second)};
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++)
-#pragma GCC unroll 6
-                for (int p = 0; p < squares.PAIRS; p++) {
-                    uint32x4_t& sum = squares.at[p][2 * v + half];
-                    sum = (uint32x4_t)vusmmlaq_s32((int32x4_t)sum, lanes[half], rows[p]);
-                }
-        }
+            return std::pair(Factors<BITS>::part(load(at), 0), BITS == 8 ? load(at + PANEL) : Factors<BITS>::part(load(at), 1));
+        };
+        squares.add(left, k, words, [](uint32x4_t sum, uint32x4_t lanes, uint64x2_t rows) {
+            return (uint32x4_t)vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)lanes, (int8x16_t)rows);
+        });
     }
     squares.store(totals);
 }

@@ -32,6 +32,13 @@ INLINE Words part_of(Words right, int number) {
     return number ? right & 0xFFFF0000u : right << 16;
 }
 
+// Has the compiler load operands no sooner than here: for aarch64, GCC 12 loads many first, and is short of registers then.
+INLINE void one_by_one() {
+#if defined(__aarch64__)
+    asm volatile("" : : : "memory");
+#endif
+}
+
 #if defined(__aarch64__)
 // Sums of M rows and NV vectors as instructions for products of matrices have them: in squares of two lanes and two rows.
 // An odd last row is its own neighbour.
@@ -63,20 +70,31 @@ struct Squares {
             }
     }
 
-    // Words k and k + 1 of the rows of a pair.
-    INLINE static uint64x2_t rows(const Word* left, int pair, long k) {
-        const auto row = [&](int m) { return (uint64x1_t)vld1_u32(left + m * LEFT_STRIDE + k); };
-        return vcombine_u64(row(2 * pair), row(other(pair)));
+    // Add the products of two words of each row, k and k + 1, with two of each lane: product(sum, lanes, rows) of four by
+    // four. words(v): what the lanes of vector v have, the first word and the second.
+    template <class Lanes, class Product>
+    INLINE void add(const Word* left, long k, const Lanes& words, const Product& product) {
+        uint64x2_t rows[PAIRS];
+#pragma GCC unroll 6
+        for (int p = 0; p < PAIRS; p++) rows[p] = vcombine_u64(row(left, 2 * p, k), row(left, other(p), k));
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) {
+            one_by_one();
+            const auto [first, second] = words(v);
+            const uint32x4_t lanes[] = {
+                vzip1q_u32((uint32x4_t)first, (uint32x4_t)second), vzip2q_u32((uint32x4_t)first, (uint32x4_t)second)
+            };
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+#pragma GCC unroll 6
+                for (int p = 0; p < PAIRS; p++) at[p][2 * v + half] = product(at[p][2 * v + half], lanes[half], rows[p]);
+        }
     }
+
+  private:
+    INLINE static uint64x1_t row(const Word* left, int m, long k) { return (uint64x1_t)vld1_u32(left + m * LEFT_STRIDE + k); }
 };
 #endif
-
-// Has the compiler load operands no sooner than here: for aarch64, GCC 12 loads many first, and is short of registers then.
-INLINE void one_by_one() {
-#if defined(__aarch64__)
-    asm volatile("" : : : "memory");
-#endif
-}
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 // Whether rows go in pairs through `multiply`.
@@ -94,23 +112,12 @@ INLINE void multiply_pairs(
     Squares<Floats, M, NV> squares(sums);
     for (int k = 0; k < depth; k += 2) {
         beside(k), beside(k + 1);
-        bfloat16x8_t rows[squares.PAIRS];
-#pragma GCC unroll 6
-        for (int p = 0; p < squares.PAIRS; p++) rows[p] = (bfloat16x8_t)squares.rows(left, p, k);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; v++) {
-            one_by_one();
-            const uint32x4_t words = (uint32x4_t)load(right[v] + k * right_step);
-            const uint32x4_t next = (uint32x4_t)load(right[v] + (k + 1) * right_step);
-            const bfloat16x8_t lanes[] = {(bfloat16x8_t)vzip1q_u32(words, next), (bfloat16x8_t)vzip2q_u32(words, next)};
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++)
-#pragma GCC unroll 6
-                for (int p = 0; p < squares.PAIRS; p++) {
-                    uint32x4_t& sum = squares.at[p][2 * v + half];
-                    sum = (uint32x4_t)vbfmmlaq_f32((float32x4_t)sum, lanes[half], rows[p]);
-                }
-        }
+        const auto words = [&](int v) {
+            return std::pair(load(right[v] + k * right_step), load(right[v] + (k + 1) * right_step));
+        };
+        squares.add(left, k, words, [](uint32x4_t sum, uint32x4_t lanes, uint64x2_t rows) {
+            return (uint32x4_t)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)lanes, (bfloat16x8_t)rows);
+        });
     }
     squares.store(sums);
 }
