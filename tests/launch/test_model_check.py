@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -186,11 +185,10 @@ def dripping_hub() -> Iterator[str]:
 
 
 def test_a_hub_that_drips_is_given_up(dripping_hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drips until the test ends: who does not give it up waits for ever."""
     monkeypatch.setattr(models, "ANSWER_SECONDS", 1.0)
     cache = {"HUGGINGFACE_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": dripping_hub, "HF_HUB_OFFLINE": "0"}
-    began = time.monotonic()
     found = check(["--model-id", "someone/model"], cache)
-    assert time.monotonic() - began < 5
     assert [
         "the hub has not sent the model's description after 1 seconds: check the network, or HF_ENDPOINT"
     ] == found.problems
