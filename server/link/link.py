@@ -68,7 +68,7 @@ class Link:
         self._tls: Contexts | None = read_contexts(config.tls_dir) if config.tls_dir else None
         self._order = Order("", {}, {})
         self._handshakes = HandshakeLimiter()
-        self._answering: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None  # for other links
         self._listeners: dict[str, tuple[int, asyncio.Server]] = {}  # forwards: the node, and what listens for it
         self._carried: dict[str, set[End]] = {}  # their connections
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +78,8 @@ class Link:
         """Answer other links at a bound socket."""
         listener.listen(MOST_WAITING)
         listener.setblocking(False)
-        self._answering = asyncio.get_running_loop().create_task(self._answer(listener))
+        self._listener = listener
+        self._listen_to_links()
 
     async def obey(self, order: Order) -> None:
         """Listen where the order says, and nowhere else; what it leaves out is closed.
@@ -99,12 +100,17 @@ class Link:
 
     async def close(self) -> None:
         """Carry what is on its way, and end everything."""
-        if self._answering is not None:
-            self._answering.cancel()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
         for _, listener in self._listeners.values():
             listener.close()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LINGER_S)
+            _, waiting = await asyncio.wait(self._tasks, timeout=LINGER_S)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _listen(self, name: str, node: int) -> asyncio.Server:
         path = Path(self._config.folder, name)
@@ -120,10 +126,11 @@ class Link:
         os.chmod(path, 0o600)
         return listener
 
-    def _run(self, work: Coroutine[None, None, None]) -> None:
+    def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ------------------------------------------------------------------------------------------------- from this node
 
@@ -176,16 +183,23 @@ class Link:
 
     # ----------------------------------------------------------------------------------------------- from other nodes
 
-    async def _answer(self, listener: socket.socket) -> None:
-        with listener:
-            while True:
-                try:
-                    raw, address = await asyncio.get_running_loop().sock_accept(listener)
-                except OSError as error:  # no more descriptors, or the other side has gone already
-                    log.warning("a connection could not be taken: %s", error.strerror)
-                    await asyncio.sleep(POLL_S)
-                else:
-                    self._run(self._let_in(raw, address[0]))
+    def _listen_to_links(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take one connection. It is closed with its task, even with one that is cancelled before it begins."""
+        try:
+            raw, address = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no more descriptors, or the other side has gone already
+            log.warning("a connection could not be taken: %s", error.strerror)
+            asyncio.get_running_loop().remove_reader(listener)
+            asyncio.get_running_loop().call_later(POLL_S, self._listen_to_links)
+            return
+        raw.setblocking(False)
+        self._run(self._let_in(raw, address[0])).add_done_callback(lambda _: raw.close())
 
     async def _let_in(self, raw: socket.socket, address: str) -> None:
         """Connect another node's end to the socket that it asks for, until either closes."""
@@ -205,7 +219,6 @@ class Link:
             self._warn(f"a connection from {address} is refused: {reason(error)}")
         finally:
             far.close()
-            raw.close()  # what no transport has taken
             if near is not None:
                 near.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -191,6 +192,32 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkey
         assert b"" == end.recv(1)
         end.close()
     assert b"connected" in greet(here.address, b"hello\n")
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_what_comes_while_a_link_closes_is_closed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """A socket that nothing closes would be a warning, which fails the test."""
+    monkeypatch.setattr("server.link.link.LINGER_S", 0.01)
+
+    async def close_after(turns: int) -> bytes:
+        link, listener = (
+            Link(LinkConfig(str(tmp_path), "127.0.0.1", 0, 0, "1", None), lambda *_: None),
+            socket.create_server(("127.0.0.1", 0)),
+        )
+        link.open(listener)
+        await asyncio.sleep(0)
+        with socket.create_connection(listener.getsockname(), timeout=60) as end:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await link.close()
+            with contextlib.suppress(ConnectionResetError):
+                return end.recv(1)
+            return b""
+
+    assert b"" == asyncio.run(close_after(turns))
+    gc.collect()
 
 
 @pytest.fixture
