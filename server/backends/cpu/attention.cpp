@@ -29,7 +29,7 @@ namespace {
 constexpr int BLOCK_TOKENS = 16;
 constexpr int KEY_VECTORS = BLOCK_TOKENS / LANES;
 // Rows that go through a chunk of keys and values together while these are in the L2 cache, and rows of one tile.
-constexpr int ROWS = MAX_ROWS<2>, TILES = 4;
+constexpr int ROWS = TILE_ROWS, TILES = 4;
 // Blocks of keys that are scored at once, at most.
 constexpr int SCORED_BLOCKS = 4;
 constexpr float NEVER = -__builtin_inff();
@@ -129,7 +129,7 @@ struct Partial {
 template <class E>
 struct Desk {
     Tile tiles[TILES];
-    Word weights[ROWS * LEFT_STRIDE];
+    Word weights[ROWS * LEFT_ROW<E>];
     float scores[ROWS * CHUNK<E>];
     const Word* keys[CHUNK<E> / LANES];
     const Word* stored_values[CHUNK_BLOCKS<E>];
@@ -150,7 +150,7 @@ struct Desk {
     explicit Desk(const Step<E>& step) {
         static thread_local Workspace memory;
         const long rows = ROWS * TILES, size = Partial::size(rows, step.head_dim);
-        const long query_words = rows * blocks_of(step.words()) * LEFT_STRIDE;
+        const long query_words = rows * blocks_of(step.words()) * LEFT_ROW<E>;
         const long copy_words = CHUNK<E> / PER_WORD<E> * max(step.head_dim, long(LANES));
         queries = memory.take<Word>(query_words + 2 * copy_words + 2 * size);
         copies = queries + query_words;
@@ -179,14 +179,14 @@ void score_keys(
     const Word* left, const Word* const* keys, const Word* const* values, long words, int shift, float* scores
 ) {
     Floats sums[M][NV] = {};
-    for (long start = 0; start < words; start += LEFT_WORDS, left += M * LEFT_STRIDE) {
+    for (long start = 0; start < words; start += LEFT_WORDS, left += M * LEFT_ROW<E>) {
         const Word* right[NV];
         Fetch<NV> fetch{{}, BLOCK_TOKENS >> shift};
         for (int v = 0; v < NV; v++) {
             right[v] = keys[v] + start * BLOCK_TOKENS;
             fetch.ahead[v] = values[v / KEY_VECTORS] + ((start * BLOCK_TOKENS + v % KEY_VECTORS * LANES) >> shift);
         }
-        multiply<E>(sums, left, right, BLOCK_TOKENS, int(min(words - start, long(LEFT_WORDS))), fetch);
+        multiply<E, Factor<E>>(sums, left, right, BLOCK_TOKENS, int(min(words - start, long(LEFT_WORDS))), fetch);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
@@ -211,7 +211,7 @@ void weigh_values(
             right[v] = values[block] + feature + v * LANES;
             fetch.ahead[v] = next_keys[block] + ((feature + v * LANES) >> shift);
         }
-        multiply<E>(sums, left + block * DEPTH, right, width, DEPTH, fetch);
+        multiply<E, Factor<E>>(sums, left + block * DEPTH * PARTS<E, Factor<E>>, right, width, DEPTH, fetch);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
@@ -318,14 +318,14 @@ float finish_scores(
 // The weights of a row's `count` keys relative to the largest score; returns their sum. value_scales: what the weights
 // are multiplied by where they meet the values; null: nothing.
 template <class E>
-float weigh(const float* scores, int count, float best, const float* value_scales, E* weights) {
+float weigh(const float* scores, int count, float best, const float* value_scales, Factor<E>* weights) {
     const float base = best == NEVER ? 0.0f : best;  // no key is visible: every weight is 0
     Floats total = {};
     for (int i = 0; i < count; i += LANES) {
         const Floats weight = exp(load(scores + i) - base);
         // What was never written has any scale, even NaN.
         const Floats stored = value_scales ? (weight > Floats{} ? weight * load(value_scales + i) : Floats{}) : weight;
-        store(weights + i, stored);
+        store(weights + i, rounded<E>(stored));
         total += weight;
     }
     return sum(total);
@@ -358,11 +358,11 @@ void prepare(const Step<E>& step, const Task& task, Desk<E>& desk) {
     const Parts parts(task.rows, ROWS);
     for (int t = 0; t < parts.number; t++) {
         Tile& tile = desk.tiles[t];
-        Word* left = desk.queries + parts.first(t) * blocks * LEFT_STRIDE;
-        for (int row = 0; row < parts.length(t); row++, left += LEFT_STRIDE) {
+        Word* left = desk.queries + parts.first(t) * blocks * LEFT_ROW<E>;
+        for (int row = 0; row < parts.length(t); row++, left += LEFT_ROW<E>) {
             const Place place = tile.places[row] = place_of(step, task, parts.first(t) + row);
             const E* query = step.q + place.token * step.q_stride + place.head * step.head_dim;
-            pack_left(left, parts.length(t), query, step.head_dim);
+            pack_factors(left, parts.length(t), query, step.head_dim);
             tile.stop_key = place.visible;
         }
     }
@@ -475,9 +475,9 @@ void attend_tile(
     if (has_scales) load_scales(desk, blocks);
     for (int row = 0; row < rows; row++) {
         float* scores = desk.scores + row * CHUNK<E>;
-        E* weights = reinterpret_cast<E*>(desk.weights + row * LEFT_STRIDE);
+        Factor<E>* weights = reinterpret_cast<Factor<E>*>(desk.weights + row * LEFT_ROW<E>);
         part.largest[row] = finish_scores(step, tile.places[row], first_key, blocks * BLOCK_TOKENS, key_scales, scores);
-        part.total[row] = weigh(scores, blocks * BLOCK_TOKENS, part.largest[row], value_scales, weights);
+        part.total[row] = weigh<E>(scores, blocks * BLOCK_TOKENS, part.largest[row], value_scales, weights);
     }
     if (step.has_codes())
         expand_values(step, desk, keys);
@@ -496,7 +496,7 @@ void attend_chunk(const Step<E>& step, const Task& task, Desk<E>& desk, long chu
     for (int t = 0; t < parts.number; t++) {
         const int first = parts.first(t), rows = parts.length(t), keys = keys_of(t);
         const Partial mine = part.from(first, step.head_dim);
-        const Word* left = desk.queries + first * blocks_of(step.words()) * LEFT_STRIDE;
+        const Word* left = desk.queries + first * blocks_of(step.words()) * LEFT_ROW<E>;
         if (keys > 0)
             attend_tile(step, desk, desk.tiles[t], left, rows, first_key, keys, mine);
         else

@@ -22,16 +22,7 @@
 
 namespace {
 
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-constexpr bool MULTIPLIES_BF16 = true;
-#else
-constexpr bool MULTIPLIES_BF16 = false;
-#endif
-// Tokens whose sums with two vectors of a panel are in registers at once, beside these, an input and two more.
-constexpr int ROWS = MAX_ROWS<2> < (REGISTERS - 5) / 2 ? MAX_ROWS<2> : (REGISTERS - 5) / 2;
-// What inputs are multiplied as. A tile's become floats once, and not for each product.
-template <class E>
-using Factor = std::conditional_t<MULTIPLIES_BF16, E, float>;
+constexpr int ROWS = TILE_ROWS;
 // Bytes of a panel that belong to a block of the inputs.
 constexpr long BLOCK = STEP * LEFT_WORDS;
 // Words of the inputs that a tile of tokens goes through at once, or, where it goes through them for one part of a panel

@@ -5,6 +5,8 @@
 // order: a row's result does not depend on the rows that are computed beside it.
 #pragma once
 
+#include <type_traits>
+
 #include "vector.h"
 
 // Words of a row of the left side that lie together: 512 bytes of each, so that they stay in the L1 cache.
@@ -14,6 +16,8 @@ constexpr int LEFT_STRIDE = LEFT_WORDS + 16;
 // The most rows of a tile that is NV vectors wide.
 template <int NV>
 constexpr int MAX_ROWS = ACCUMULATORS / NV;
+// Rows whose sums with two vectors are in registers at once, beside these, a word of the left side and two more.
+constexpr int TILE_ROWS = MAX_ROWS<2> < (REGISTERS - 5) / 2 ? MAX_ROWS<2> : (REGISTERS - 5) / 2;
 
 INLINE int blocks_of(long words) { return int((words + LEFT_WORDS - 1) / LEFT_WORDS); }
 
@@ -24,6 +28,19 @@ struct Nothing {
 // Words of a left side of L that are multiplied with one of a right side of E: two where these are floats and bfloat16.
 template <class E, class L>
 constexpr int PARTS = PER_WORD<E> / PER_WORD<L>;
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+// What a left side is multiplied as. A tile's elements become floats once, and not for each product.
+template <class E>
+using Factor = std::conditional_t<MULTIPLIES_BF16, E, float>;
+
+// Words between the rows of a left side of such.
+template <class E>
+constexpr int LEFT_ROW = LEFT_STRIDE * PARTS<E, Factor<E>>;
 
 // What one of these words is multiplied with.
 template <class E, class L>
@@ -165,6 +182,17 @@ INLINE void pack_left(Word* left, int rows, const E* from, long width) {
         const long count = min(width, most);
         if (count % PER_WORD<E>) left[count / PER_WORD<E>] = 0;  // what shares a word with the last element
         memcpy(left, from, count * sizeof(E));
+    }
+}
+
+// The same of what is multiplied: LEFT_ROW words of each row.
+template <class E>
+INLINE void pack_factors(Word* left, int rows, const E* from, long width) {
+    if constexpr (LEFT_ROW<E> == LEFT_STRIDE) return pack_left(left, rows, from, width);
+    constexpr long most = LEFT_WORDS * PER_WORD<E>;
+    for (; width > 0; left += rows * LEFT_ROW<E>, from += most, width -= most) {
+        float* const to = reinterpret_cast<float*>(left);
+        for (long i = 0; i < min(width, most); i++) to[i] = to_float(from[i]);
     }
 }
 

@@ -101,6 +101,14 @@ INLINE void store(Bf16* at, Floats x) {
 #endif
 }
 
+// x as E has it.
+template <class E>
+INLINE Floats rounded(Floats x);
+template <>
+INLINE Floats rounded<float>(Floats x) { return x; }
+template <>
+INLINE Floats rounded<Bf16>(Floats x) { return (Floats)(round_bf16(x) << 16); }
+
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(Bf16 x) {
     const Word bits = Word(x) << 16;
