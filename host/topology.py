@@ -58,10 +58,9 @@ def _number(path: Path) -> int:
 
 
 def _read_list(path: Path) -> tuple[int, ...]:
-    """The numbers of a list like 0-3,8; none where there is no such file."""
+    """The numbers of a list like 0-3,8; none where there is no such file, or no such list in it."""
     try:
-        text = path.read_text().strip()
-    except OSError:
+        ranges = [part.split("-") for part in path.read_text().strip().split(",") if part]
+        return tuple(number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1))
+    except (OSError, ValueError):
         return ()
-    ranges = (part.split("-") for part in text.split(",") if part)
-    return tuple(number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1))

@@ -104,11 +104,16 @@ def plan_shards(settings: Settings, gpus: int, nodes: Nodes | None = None) -> tu
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     visible = gpus if device == "cuda" else 0
-    if count == AUTO:
+    is_auto = count == AUTO
+    if is_auto:
         each = visible or len(topology.nodes(topology.allowed_cpus()))
         count = max(_most_shards(each * nodes.count // stages), 1)
     if sharded and (count == 1 or (count is None and visible <= 1)):
-        fact = "--num-shard is 1" if count == 1 else f"the number of visible GPUs is {visible}"
+        fact = (
+            f"--num-shard {'auto finds' if is_auto else 'is'} 1"
+            if count == 1
+            else f"the number of visible GPUs is {visible}"
+        )
         raise ValueError(f"--sharded is true but {fact}: give --num-shard 2, 4 or 8, or leave --sharded out")
     if count is None:
         is_small = settings.is_null_model or settings.sources["model_id"] == "default"

@@ -34,6 +34,13 @@ def test_a_node_has_those_of_its_cpus_that_are_allowed(two_sockets: Path) -> Non
     assert [{4, 5}] == nodes({4, 5}, two_sockets)
 
 
+@pytest.mark.parametrize("listed", ["0-", "x", "-"])
+def test_what_is_no_list_tells_nothing(two_sockets: Path, listed: str) -> None:
+    for node in range(2):
+        (two_sockets / f"node/node{node}/cpulist").write_text(listed)
+    assert [set(range(16))] == nodes(range(16), two_sockets)
+
+
 @pytest.mark.parametrize(
     ("ranks", "sharing", "firsts"), [(1, 1, [0]), (2, 1, [0, 4]), (3, 3, [0, 0, 0]), (4, 2, [0, 0, 4, 4])]
 )

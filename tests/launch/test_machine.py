@@ -101,6 +101,7 @@ def test_auto_is_a_shard_for_each_node_of_a_machine_without_gpus(
         (1, ("--sharded", "true"), "--sharded is true but the number of visible GPUs is 1"),
         (0, ("--sharded", "true"), "--sharded is true but the number of visible GPUs is 0"),
         (4, ("--sharded", "true", "--num-shard", "1"), "--sharded is true but --num-shard is 1"),
+        (1, ("--sharded", "true", "--num-shard", "auto"), "--sharded is true but --num-shard auto finds 1"),
         (
             3,
             ("--num-shard", "4"),

@@ -28,7 +28,7 @@ def main() -> int:
         else:
             load()
             print("CPU kernels: compiled")
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"CPU kernels: {error}")
         return 1 if is_portable else 0
     return 0

@@ -3,7 +3,8 @@
 The library is plain C++ without torch's headers, so that it compiles in seconds, once for each kind of CPU, machine,
 compiler and version of the files. Unless a kind is named, all that the machine's CPU has is used (`-march=native`), and
 the result is good for this machine alone. Ranks that start together may all compile: each does so in a directory of its
-own and moves the result into place, which is atomic, and the results are the same.
+own and moves the result into place, which is atomic, and the results are the same. A library ends with the digest of
+what is before it, so that one of which a part was lost is compiled again; another user's is never loaded.
 
 `python -m server.backends.cpu --portable` compiles the files once for each kind of CPU that they make a difference for,
 into a folder beside them: wheels and images have these. `--machine` names another machine than this one, for which a
@@ -19,6 +20,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Collection, Sequence
@@ -32,6 +34,7 @@ SOURCES = Path(__file__).parent
 PORTABLE = SOURCES / "compiled"
 LIBRARY = "kernels.so"
 COMPILERS = ("g++", "c++")
+DIGEST_BYTES = hashlib.sha256().digest_size
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
 COMMAND_SECONDS = 300  # the longest takes 3 on a core of its own
 
@@ -50,12 +53,14 @@ def compiled_library(cache: Path | None = None, compilers: Sequence[str] = COMPI
     compiler = _find_compiler(compilers)
     try:
         directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler, kind)
-        if not (directory / LIBRARY).is_file():
-            make_private(directory)  # what is in it is run
-            compile_sources(compiler, kind.options, directory / LIBRARY)
+        library = directory / LIBRARY
+        make_private(directory)  # what is in it is run
+        _refuse_others(directory, library)
+        if not _is_whole(library):
+            compile_sources(compiler, kind.options, library)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise BuildError(f"the compiled kernels have no place: {error}; give this user a writable home") from error
-    return directory / LIBRARY
+    return library
 
 
 def portable_library(
@@ -104,7 +109,26 @@ def compile_sources(compiler: str, target: Sequence[str], library: Path) -> None
             list(pool.map(_run, commands))
         linked = Path(scratch, LIBRARY)
         _run([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(linked)])
+        if not linked.is_file():
+            raise BuildError(f"{compiler} ended without an error and without a library: is it a C++ compiler?")
+        with linked.open("r+b") as file:
+            file.write(hashlib.sha256(file.read()).digest())
         os.replace(linked, library)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it is there as it was compiled. Raises OSError."""
+    content = library.read_bytes() if library.is_file() else b""
+    return content[-DIGEST_BYTES:] == hashlib.sha256(content[:-DIGEST_BYTES]).digest()
+
+
+def _refuse_others(directory: Path, library: Path) -> None:
+    """Raise BuildError where another user may have put a library there; OSError."""
+    for path in (directory, *([library] if library.exists() else [])):
+        found = path.stat()
+        is_open = path == directory and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if found.st_uid not in (0, os.geteuid()) or is_open:
+            raise BuildError(f"{path} is another user's, or others may write to it, and it would be run: remove it")
 
 
 def compilers_for(machine: str) -> tuple[str, ...]:
@@ -137,7 +161,9 @@ def _digest(parts: Sequence[str]) -> str:
 def _run(command: Sequence[str]) -> str:
     """What the command prints."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMMAND_SECONDS)
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run ({error.strerror}): install g++") from error
     except subprocess.TimeoutExpired as error:
         raise BuildError(
             f"{command[0]} took longer than {COMMAND_SECONDS} s: start again when less is running"
@@ -145,5 +171,7 @@ def _run(command: Sequence[str]) -> str:
     if result.returncode:
         lines = result.stderr.strip().splitlines() or ["no message"]
         complaint = next((line for line in lines if "error" in line), lines[-1])
-        raise BuildError(f"{command[0]} failed: {complaint.strip()}; a g++ of version 11 or later is needed")
+        raise BuildError(
+            f"{command[0]} failed: {complaint.strip()}; g++ 11 or later, 1 GB of memory and 20 MB of disk are needed"
+        )
     return result.stdout

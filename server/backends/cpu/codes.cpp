@@ -131,7 +131,18 @@ class Slots {
     const float* ordered_;
 };
 
-// The scale that the largest magnitude in slots `first` … `stop` - 1 decides; NaN where one of them is no number.
+// A scale that is known before slots `first` … `stop` - 1 are seen; NaN where one of them is no number.
+template <class E>
+INLINE float scale_for(float known, const Slots<E>& slots, long first, long stop) {
+    Floats poison = {};
+    for (; first < stop; first += LANES) {
+        const Floats x = slots.at(first, stop - first);
+        poison += x - x;
+    }
+    return known + sum(poison);
+}
+
+// The scale that the largest magnitude in these slots decides, likewise.
 template <class E>
 INLINE float scale_of(const Slots<E>& slots, long first, long stop) {
     constexpr float TINY = 1e-12f, MOST = 127.0f;
@@ -170,12 +181,15 @@ void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, i
     constexpr long TOGETHER = 4 * LEFT_WORDS / sizeof(Input);  // slots whose codes lie together
     const CodeWeight& weight = layer.weight;
     const Slots<E> slots(weight, layer.x + number * weight.inputs, room);
-    float scale = layer.scales ? layer.scales[number] : weight.fixed ? *weight.fixed : 0.0f;
-    const bool is_known = layer.scales || weight.fixed;
-    if (!is_known && weight.is_by_token) scale = scale_of(slots, 0, weight.slots);
+    const float* const known = layer.scales ? layer.scales + number : weight.fixed;
+    float scale = 0.0f;
+    if (known)
+        scale = scale_for(*known, slots, 0, weight.slots);
+    else if (weight.is_by_token)
+        scale = scale_of(slots, 0, weight.slots);
     for (long block = 0, slot = 0; block < weight.blocks(); block++) {
         const long end = slot + weight.block;
-        if (!is_known && !weight.is_by_token) scale = scale_of(slots, slot, end);
+        if (!known && !weight.is_by_token) scale = scale_of(slots, slot, end);
         float codes = 0.0f;
         for (long stop; slot < end; slot = stop) {
             stop = min(end, slot / TOGETHER * TOGETHER + TOGETHER);

@@ -46,14 +46,18 @@ class Library:
     """A compiled library in this process. Raises BuildError."""
 
     def __init__(self, path: Path):
+        self._path = path
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise BuildError(f"the compiled kernels cannot be loaded ({error}): delete {path.parent}") from error
 
     def address(self, name: str) -> int:
-        """The library has a pointer to each function."""
-        address = ctypes.c_void_p.in_dll(self._library, name).value
+        """The library has a pointer to each function. Raises BuildError where it is another library."""
+        try:
+            address = ctypes.c_void_p.in_dll(self._library, name).value
+        except ValueError as error:
+            raise BuildError(f"the compiled kernels are others ({error}): delete {self._path.parent}") from error
         assert address is not None, f"the library exports {name}"
         return address
 

@@ -1,5 +1,5 @@
 // How many operations a second the machine can do: products of what is in registers already, in as many sums as the
-// latency of one asks for. Nothing is read or written meanwhile, so that no kernel can do more. For measuring alone.
+// latency of one asks for, as kernels do them, and nothing is read or written meanwhile. For measuring alone.
 //
 // Operations count as in a matrix product: a multiplication and an addition of each pair of numbers.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import torch
 
 from server import backends
 from server.backends import cpu
-from server.backends.cpu import Kernels
+from server.backends.cpu import COMPILERS, Kernels
 from server.backends.cpu.build import BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.kernels import Library
@@ -29,6 +32,13 @@ def fake_compiler(directory: Path, action: str) -> str:
 def copying_compiler(directory: Path) -> str:
     """Its output, the argument after -o, is the library that the real compiler made."""
     return fake_compiler(directory, f'while [ "$1" != -o ]; do shift; done\nsleep 0.05\ncp "{compiled_library()}" "$2"')
+
+
+def compile_into(library: Path, source: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True, timeout=60)
 
 
 def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
@@ -50,6 +60,44 @@ def test_a_library_that_cannot_be_loaded_is_no_library(tmp_path: Path) -> None:
     compiler = fake_compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done\necho text > "$2"')
     with pytest.raises(BuildError, match="cannot be loaded"):
         Library(compiled_library(tmp_path, [compiler]))
+
+
+def test_a_compiler_may_say_anything(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="error: \ufffd"):
+        compiled_library(tmp_path, [fake_compiler(tmp_path, r"printf 'error: \351' >&2; exit 1")])
+    with pytest.raises(BuildError, match="without a library: is it a"):
+        compiled_library(tmp_path, [fake_compiler(tmp_path, "exit 0")])
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "text").chmod(0o755)
+    with pytest.raises(BuildError, match="cannot be run"):
+        compiled_library(tmp_path, [str(tmp_path / "text")])
+
+
+@pytest.mark.parametrize("cut", [lambda whole: whole[: len(whole) // 2], lambda _: b"", lambda whole: whole + b"more"])
+def test_a_library_that_is_not_whole_is_compiled_again(
+    tmp_path: Path, kernels: Kernels, cut: Callable[[bytes], bytes]
+) -> None:
+    compiler = copying_compiler(tmp_path)
+    path = compiled_library(tmp_path / "cache", [compiler])
+    whole = path.read_bytes()
+    path.write_bytes(cut(whole))
+    assert whole == compiled_library(tmp_path / "cache", [compiler]).read_bytes()
+
+
+def test_what_others_may_have_written_is_not_run(tmp_path: Path, kernels: Kernels) -> None:
+    compiler = copying_compiler(tmp_path)
+    path = compiled_library(tmp_path / "cache", [compiler])
+    path.parent.chmod(0o777)
+    with pytest.raises(BuildError, match=f"^{path.parent} is another user's, or others may write to it"):
+        compiled_library(tmp_path / "cache", [compiler])
+
+
+def test_another_library_is_not_taken_for_ours(tmp_path: Path) -> None:
+    source = tmp_path / "other.cpp"
+    source.write_text("int other;")
+    compile_into(tmp_path / "other.so", source)
+    with pytest.raises(BuildError, match=f"delete {tmp_path}$"):
+        Kernels(Library(tmp_path / "other.so"))
 
 
 def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, kernels: Kernels) -> None:

@@ -274,10 +274,11 @@ def test_rows_of_groups_out_of_order_are_in_the_order_of_the_inputs(make: Make) 
     assert torch.equal(weight.dequantised()[ids].bfloat16(), make(weight).rows(ids))
 
 
-def test_a_number_that_is_none_stays_none(make: Make) -> None:
+@pytest.mark.parametrize("name", ["w8a8", "fixed"])
+def test_a_number_that_is_none_stays_none(make: Make, name: str) -> None:
     x = random(2, 300).bfloat16()
     x[1, 7] = float("nan")
-    found = make(BY_TOKEN["w8a8"])(x, None)
+    found = make(BY_TOKEN[name])(x, None)
     assert not found[0].isnan().any()
     assert found[1].isnan().all()
 
