@@ -51,7 +51,7 @@ class LauncherConfig:
         default=None,
         metadata={
             "help": "Number of processes that the model is split over. auto: one for each visible GPU, or on "
-            "CPUs for each NUMA node, whose memory is near.",
+            "CPUs for each NUMA node, so that each has its memory near.",
             "unit": "shards",
             "choices": (AUTO, *SHARD_COUNTS),
             "words": (AUTO,),

@@ -118,7 +118,7 @@ def plan_threads(wanted: int | None, *, is_host: bool, ranks: int, sharing: int,
     if not is_host:
         return 1, "the GPU computes"
     if weight_bytes < SMALL_MODEL_BYTES:
-        return 1, "the model is too small to share"
+        return 1, f"the model is too small for more of {physical_cores(allowed_cpus())} cores"
     cores, quota = physical_cores(allowed_cpus()), cpu_quota()
     if quota is not None and quota / ranks < cores / sharing:
         # Threads beyond the quota use it up early, and then all of them stand still for the rest of each period.

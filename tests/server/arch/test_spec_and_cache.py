@@ -102,7 +102,7 @@ def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
     assert (8, "8 cores; they sleep when idle") == plan(None, 1, large)
     assert (2, "8 cores for 4 shards; they sleep when idle") == plan(None, 4, large)
     assert 1 == plan(None, 16, large)[0]
-    assert (1, "the model is too small to share") == plan(None, 1, small)
+    assert (1, "the model is too small for more of 8 cores") == plan(None, 1, small)
     assert (1, "the GPU computes") == plan(None, 1, large, is_host=False)
     assert (5, "asked for") == plan(5, 1, small)
 
