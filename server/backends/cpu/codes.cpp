@@ -38,9 +38,10 @@ struct CodeWeight : Panels {
     const float* fixed;    // the scale of all inputs; null: each token's own decide
     long inputs, slots;
     long bits;         // of a code: 4 or 8
+    long is_float4;    // whether codes are those of float4, whose 0 stands for RAISED
     long block;        // slots that share scales; where it is not all of them, 32, 64 or 128
     long is_by_token;  // whether all blocks of a token share its scale
-    long scale_bytes;  // 2: float16, 4: float32
+    long scale_bytes;  // 1: a float32's exponent alone, 2: float16, 4: float32
     long zero;         // the code of 0; -1: each row has one for each block
 
     long blocks() const { return slots / block; }
@@ -91,6 +92,7 @@ struct Scales {
 
     INLINE Floats scale(long block, int vector) const {
         const long at = block * PANEL + vector * LANES;
+        if (weight.scale_bytes == 1) return (Floats)(load_bytes(scales + at) << 23);
         if (weight.scale_bytes == 2) return load_halves(reinterpret_cast<const uint16_t*>(scales) + at);
         return load(reinterpret_cast<const float*>(scales) + at);
     }
@@ -222,14 +224,14 @@ INLINE void fetch(const uint8_t* right) {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 // `add_words` of an even number of words with products of matrices.
-template <int BITS, int M, int NV>
+template <int KIND, int M, int NV>
 INLINE void add_pairs(Ints (&totals)[M][NV], const Word* left, const uint8_t* right, long count) {
     Squares<Ints, M, NV> squares(totals);
-    for (long k = 0; k < count; k += 2, right += 2 * STEP * BITS / 8) {
+    for (long k = 0; k < count; k += 2, right += 2 * STEP / Factors<KIND>::PARTS) {
         fetch<NV>(right);
         const auto words = [&](int v) {
             const Word* const at = reinterpret_cast<const Word*>(right) + v * LANES;
-            return std::pair(Factors<BITS>::part(load(at), 0), BITS == 8 ? load(at + PANEL) : Factors<BITS>::part(load(at), 1));
+            return std::pair(Factors<KIND>::part(load(at), 0), KIND == 8 ? load(at + PANEL) : Factors<KIND>::part(load(at), 1));
         };
         squares.add(left, k, words, [](uint32x4_t sum, uint32x4_t lanes, uint64x2_t rows) {
             return (uint32x4_t)vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)lanes, (int8x16_t)rows);
@@ -240,9 +242,9 @@ INLINE void add_pairs(Ints (&totals)[M][NV], const Word* left, const uint8_t* ri
 #endif
 
 // Add the products of `count` words of M tokens with those of NV vectors of a panel.
-template <int BITS, int M, int NV, class Sums>
+template <int KIND, int M, int NV, class Sums>
 INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* right, long count) {
-    constexpr int PARTS = Factors<BITS>::PARTS;
+    constexpr int PARTS = Factors<KIND>::PARTS;
 #pragma GCC unroll 4
     for (long k = 0; k < count; k += PARTS, right += STEP) {
         fetch<NV>(right);
@@ -253,12 +255,12 @@ INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* righ
         for (int part = 0; part < PARTS; part++) {
             Words factors[NV];
 #pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) factors[v] = Factors<BITS>::part(words[v], part);
+            for (int v = 0; v < NV; v++) factors[v] = Factors<KIND>::part(words[v], part);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
                 for (int v = 0; v < NV; v++) {
-                    sums[m][v] = Factors<BITS>::add(sums[m][v], factors[v], left[m * LEFT_STRIDE + k + part]);
+                    sums[m][v] = Factors<KIND>::add(sums[m][v], factors[v], left[m * LEFT_STRIDE + k + part]);
                     renew(sums[m][v]);
                 }
         }
@@ -266,24 +268,24 @@ INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* righ
 }
 
 // The same, in 32 bits whatever the sums of few words have.
-template <int BITS, int M, int NV>
+template <int KIND, int M, int NV>
 INLINE void add_products(Ints (&totals)[M][NV], const Word* left, const uint8_t* right, long count) {
-    using Sums = typename Factors<BITS>::Sums;
+    using Sums = typename Factors<KIND>::Sums;
     if constexpr (std::is_same_v<Sums, Ints>) {
         long paired = 0;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-        if constexpr (M >= 4) add_pairs<BITS>(totals, left, right, paired = count / 2 * 2);
+        if constexpr (M >= 4) add_pairs<KIND>(totals, left, right, paired = count / 2 * 2);
 #endif
-        add_words<BITS>(totals, left + paired, right + paired / Factors<BITS>::PARTS * STEP, count - paired);
+        add_words<KIND>(totals, left + paired, right + paired / Factors<KIND>::PARTS * STEP, count - paired);
     } else {
-        constexpr int WORDS = Factors<BITS>::WORDS_OF_A_SUM;
+        constexpr int WORDS = Factors<KIND>::WORDS_OF_A_SUM;
         for (long k = 0; k < count; k += WORDS) {
             Sums sums[M][NV] = {};
-            add_words<BITS>(sums, left + k, right + k / Factors<BITS>::PARTS * STEP, WORDS);
+            add_words<KIND>(sums, left + k, right + k / Factors<KIND>::PARTS * STEP, WORDS);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-                for (int v = 0; v < NV; v++) totals[m][v] += Factors<BITS>::total(sums[m][v]);
+                for (int v = 0; v < NV; v++) totals[m][v] += Factors<KIND>::total(sums[m][v]);
         }
     }
 }
@@ -310,7 +312,7 @@ INLINE void add_scaled(
 
 // Go on with the sums [M][PANEL] of a tile of M tokens, of which `first` is the first in the chunk, over a stretch of a
 // panel. Of a weight with one block alone they are integers until its end.
-template <int BITS, int M>
+template <int KIND, int M>
 void multiply_tile(const Stretch& stretch, const Left& left, long first, float* sums) {
     constexpr int NV = TILE_VECTORS<M, ROWS>;
     const CodeWeight& weight = stretch.weight;
@@ -320,7 +322,7 @@ void multiply_tile(const Stretch& stretch, const Left& left, long first, float* 
     const long block_words = is_long ? count : weight.block / 4 * weight.spread();
     for (long k = 0; k < count; k += block_words) {
         const long block = (start + k) / block_words, place = block * left.tokens + first;
-        const uint8_t* const right = stretch.right + k / Factors<BITS>::PARTS * STEP;
+        const uint8_t* const right = stretch.right + k / Factors<KIND>::PARTS * STEP;
         for (int vector = 0; vector < VECTORS; vector += NV) {
             float* const at = sums + vector * LANES;
             Ints totals[M][NV] = {};
@@ -329,7 +331,7 @@ void multiply_tile(const Stretch& stretch, const Left& left, long first, float* 
                 for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
                     for (int v = 0; v < NV; v++) totals[m][v] = (Ints)load(at + m * PANEL + v * LANES);
-            add_products<BITS>(totals, words + k, right + vector * LANES * 4, block_words);
+            add_products<KIND>(totals, words + k, right + vector * LANES * 4, block_words);
             if (!is_long) {
                 add_scaled<false>(
                     totals, stretch.scales, block, vector, left.sums + place, left.scales + place, at
@@ -346,22 +348,22 @@ void multiply_tile(const Stretch& stretch, const Left& left, long first, float* 
     }
 }
 
-// multiply_tile<BITS, rows>, for 1 … ROWS rows.
-template <int BITS, int... M>
+// multiply_tile<KIND, rows>, for 1 … ROWS rows.
+template <int KIND, int... M>
 INLINE auto multiply_tile_of(int rows, std::integer_sequence<int, M...>) {
-    static constexpr decltype(&multiply_tile<BITS, 1>) functions[] = {multiply_tile<BITS, M + 1>...};
+    static constexpr decltype(&multiply_tile<KIND, 1>) functions[] = {multiply_tile<KIND, M + 1>...};
     return functions[rows - 1];
 }
 
 // The sums [tokens][PANEL] of a chunk's tiles with a panel, on vector units.
-template <int BITS>
+template <int KIND>
 void multiply_on_vectors(const CodeWeight& weight, const uint8_t* panel, const Left& left, const Parts& tiles, float* sums) {
     for (long start = 0; start < weight.left_words(); start += LEFT_WORDS) {
-        const uint8_t* const right = panel + start / Factors<BITS>::PARTS * STEP;
+        const uint8_t* const right = panel + start / Factors<KIND>::PARTS * STEP;
         const Stretch stretch{weight, Scales(weight, panel), right, start, min(weight.left_words() - start, LEFT_WORDS)};
         for (int tile = 0; tile < tiles.number; tile++) {
             const int first = tiles.first(tile);
-            const auto multiply = multiply_tile_of<BITS>(tiles.length(tile), std::make_integer_sequence<int, ROWS>());
+            const auto multiply = multiply_tile_of<KIND>(tiles.length(tile), std::make_integer_sequence<int, ROWS>());
             multiply(stretch, left, first, sums + first * PANEL);
         }
     }
@@ -370,14 +372,15 @@ void multiply_on_vectors(const CodeWeight& weight, const uint8_t* panel, const L
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
 constexpr bool HAS_TILES = true;
 
-// Words of codes of 8 bits from `count` words that have 4.
+// Words of codes of 8 bits from `count` words of a kind that has 4.
+template <int KIND>
 void expand(const uint8_t* codes, long count, Word* out) {
     for (long k = 0; k < count; k += 2, codes += STEP, out += 2 * PANEL) {
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             const Words words = load(reinterpret_cast<const Word*>(codes) + v * LANES);
-            store(out + v * LANES, words & 0x0F0F0F0Fu);
-            store(out + PANEL + v * LANES, words >> 4 & 0x0F0F0F0Fu);
+            store(out + v * LANES, Factors<KIND>::part(words, 0));
+            store(out + PANEL + v * LANES, Factors<KIND>::part(words, 1));
         }
     }
 }
@@ -487,7 +490,7 @@ void multiply_chunk(
         const long count = min(weight.words() - start, stretch);
         const uint8_t* const codes = panel + start * STEP * weight.bits / 8;
         const Word* right = reinterpret_cast<const Word*>(codes);
-        if (weight.bits == 4) expand(codes, count, expanded), right = expanded;
+        if (weight.bits == 4) (weight.is_float4 ? expand<FLOAT4> : expand<4>)(codes, count, expanded), right = expanded;
         for (int tile = 0; tile < tiles.number; tile++) {
             const long first = tiles.first(tile);
             const int rows = tiles.length(tile);
@@ -521,7 +524,8 @@ void apply_panel(
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
     if (registers) multiply_chunk(*registers, weight, at, left, tiles, sums);
 #endif
-    if (!registers) (weight.bits == 8 ? multiply_on_vectors<8> : multiply_on_vectors<4>)(weight, at, left, tiles, sums);
+    const auto on_vectors = weight.is_float4 ? multiply_on_vectors<FLOAT4> : multiply_on_vectors<4>;
+    if (!registers) (weight.bits == 8 ? multiply_on_vectors<8> : on_vectors)(weight, at, left, tiles, sums);
     for (int tile = 0; tile < tiles.number; tile++) {
         const int row = tiles.first(tile), rows = tiles.length(tile);
         FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums + row * PANEL);
@@ -563,18 +567,21 @@ void linear(
     on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
 }
 
-// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; out: [T, F].
+// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; biases: [experts, rows of the
+// weight] or null; out: [T, F].
 template <class E>
 void grouped(
-    const CodeWeight* const* experts, long count, const int32_t* ends, const E* x, E* out, int activation, int threads
+    const CodeWeight* const* experts, long count, const int32_t* ends, const E* x, const E* biases, E* out, int activation,
+    int threads
 ) {
     for (long expert = 0, first = 0; expert < count; first = ends[expert++]) {
         const CodeWeight* weight = experts[expert];
         const E* const none = nullptr;
+        const E* const bias = biases ? biases + expert * weight->outputs * (1 + weight->is_gated) : none;
         const long tokens = ends[expert] - first;
         if (!tokens) continue;
         linear<E, E>(
-            weight, x + first * weight->inputs, tokens, nullptr, none, none, out + first * weight->outputs, activation,
+            weight, x + first * weight->inputs, tokens, nullptr, bias, none, out + first * weight->outputs, activation,
             threads
         );
     }
@@ -750,7 +757,8 @@ INLINE void unpack_word(
     for (int i = 0; i < 4; i++) {
         const long input = weight.order ? weight.order[slot + i] : slot + i;
         if (input < 0 || input >= weight.inputs) continue;
-        out[input] = from_float<E>(float((codes[i] >> shift & mask) - zero) * scale);
+        const int code = codes[i] >> shift & mask;
+        out[input] = from_float<E>(float((weight.is_float4 ? FLOAT4_FACTORS[code] : code) - zero) * scale);
     }
 }
 

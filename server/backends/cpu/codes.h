@@ -1,10 +1,36 @@
 // Products of small integers: codes of weights, which are unsigned, with codes of inputs, which are signed.
 //
-// A word of a panel holds four codes of 8 bits, or eight of 4. Sums are exact, so neither their order nor the instructions
+// A word of a panel holds four codes of 8 bits, or eight of 4. Those of float4 (E2M1) stand for 0, 1/2, 1, 3/2, 2, 3, 4
+// and 6 with either sign: what is multiplied is twice that, raised so that it has no sign. Sums are exact, so neither their order nor the instructions
 // that compute them show in a result.
 #pragma once
 
 #include "vector.h"
+
+constexpr int RAISED = 12;
+alignas(16) constexpr uint8_t FLOAT4_FACTORS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// What is multiplied of float4, of codes that fill a byte each.
+INLINE Words look_up_float4(Words codes) {
+#if defined(__AVX512BW__)
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(FLOAT4_FACTORS));
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(FLOAT4_FACTORS));
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+#elif defined(__aarch64__)
+    return (Words)vqtbl1q_u8(vld1q_u8(FLOAT4_FACTORS), (uint8x16_t)codes);
+#else
+    uint8_t bytes[sizeof(Words)];
+    memcpy(bytes, &codes, sizeof codes);
+    for (uint8_t& byte : bytes) byte = FLOAT4_FACTORS[byte];
+    memcpy(&codes, bytes, sizeof codes);
+    return codes;
+#endif
+}
+
+// Kinds of codes: their bits, or float4, which are 4.
+constexpr int FLOAT4 = 3;
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
@@ -19,8 +45,8 @@ INLINE Shorts multiply_bytes(Words a, Words b) { return (Shorts)_mm256_maddubs_e
 INLINE Ints multiply_shorts(Words a, Words b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 #endif
 
-// How codes of BITS bits are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
-template <int BITS>
+// How codes of a kind are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
+template <int KIND>
 struct Factors;
 
 // Eight words' sums of pairs, of at most 2 * 15 * 128, have room in 16 bits.
@@ -83,7 +109,7 @@ INLINE Ints dot_small_codes(Ints sum, Words weights, Word inputs) {
 #endif
 }
 
-// How codes of BITS bits are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
+// How codes of a kind are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
 template <int BITS>
 struct Factors {
     typedef int8_t Input;
@@ -97,6 +123,13 @@ struct Factors {
     }
 };
 #endif
+
+// Sums of pairs are up to 2 * 24 * 128: of these, four have room in 16 bits.
+template <>
+struct Factors<FLOAT4> : Factors<4> {
+    static constexpr int WORDS_OF_A_SUM = 4;
+    static INLINE Words part(Words codes, int number) { return look_up_float4(Factors<4>::part(codes, number)); }
+};
 
 // The nearest integers, ties to even, from -128 to 127.
 INLINE Ints nearest_codes(Floats x) {

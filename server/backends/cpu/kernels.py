@@ -78,7 +78,7 @@ class Kernels:
             torch.float32: self.linear[torch.float32],
             torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppii"),
         }
-        self.grouped = self._by_dtype("grouped", "plpppii")
+        self.grouped = self._by_dtype("grouped", "plppppii")
         self.pack_levels = self._function("pack_levels", "ppppi")
         self.unpack_levels = self._by_dtype("unpack_levels", "pplpi")
         self.pack_codes = self._function("pack_codes", "ppi")
@@ -90,7 +90,7 @@ class Kernels:
             torch.float32: self.linear_codes[torch.float32],
             torch.bfloat16: self._function("linear_codes_bf16_to_f32", "pplppppii"),
         }
-        self.grouped_codes = self._by_dtype("grouped_codes", "plpppii")
+        self.grouped_codes = self._by_dtype("grouped_codes", "plppppii")
         self.norm = self._by_dtype("norm", "ppppppli")
         self.gate = self._by_dtype("gate", "ppllii")
         self.rotate = self._by_dtype("rotate", "plppllllii")

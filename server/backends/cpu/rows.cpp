@@ -87,8 +87,8 @@ void gate_rows(const E* x, E* out, long tokens, long width, int threads) {
     on_rows(threads, tokens, width, [&](long row) {
         const E* gates = x + row * 2 * width;
         each_vector(width, [&](long i, long count) {
-            const Floats gated = activate<KIND>(load_part(gates + i, count)) * load_part(gates + width + i, count);
-            store_part(out + row * width + i, gated, count);
+            const Floats y = gated<KIND>(load_part(gates + i, count), load_part(gates + width + i, count));
+            store_part(out + row * width + i, y, count);
         });
     });
 }
@@ -96,7 +96,8 @@ void gate_rows(const E* x, E* out, long tokens, long width, int threads) {
 // By Activation.
 template <class E>
 constexpr decltype(&gate_rows<NONE, E>) GATES[NUM_ACTIVATIONS] = {
-    gate_rows<NONE, E>, gate_rows<GELU, E>, gate_rows<GELU_TANH, E>, gate_rows<RELU, E>, gate_rows<SILU, E>,
+    gate_rows<NONE, E>, gate_rows<GELU, E>, gate_rows<GELU_TANH, E>,      gate_rows<RELU, E>,
+    gate_rows<SILU, E>, gate_rows<CLAMPED_SWIGLU, E>,
 };
 
 // out [T, F] = activation(x[:, :F]) * x[:, F:], x [T, 2 F].

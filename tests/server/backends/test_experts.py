@@ -35,7 +35,18 @@ def random(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def mixture(backend: Backend, dtype: torch.dtype, quantise: Quantise | None = None) -> MoeMlp:
+BIASES = {
+    "router_bias": random(EXPERTS, seed=11),
+    "up_bias": random(EXPERTS, 2 * INNER, seed=12),
+    "down_bias": random(EXPERTS, WIDTH, seed=13),
+}
+
+
+def mixture(
+    backend: Backend, dtype: torch.dtype, quantise: Quantise | None = None, activation: Activation = Activation.SILU
+) -> MoeMlp:
+    """With biases where the gate is clamped, as gpt-oss has them."""
+    biases = {name: bias.to(dtype) for name, bias in BIASES.items()} if activation is not Activation.SILU else {}
     up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
     stored = [up.to(dtype), down.to(dtype)] if quantise is None else [map(quantise, up), map(quantise, down)]
     return MoeMlp(
@@ -43,7 +54,8 @@ def mixture(backend: Backend, dtype: torch.dtype, quantise: Quantise | None = No
         routing=backend.routing(EXPERTS, TOP_K, renormalise=True),
         up=backend.grouped(stored[0], EXPERTS, is_gated=True),
         down=backend.grouped(stored[1], EXPERTS),
-        activation=Activation.SILU,
+        activation=activation,
+        **biases,
     )
 
 
@@ -65,6 +77,24 @@ def on_paper(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 def test_a_mixture_is_the_weighted_sum_of_its_experts(make: MakeBackend, dtype: torch.dtype, tokens: int) -> None:
     x, mlp = random(tokens, WIDTH, seed=4).to(dtype), mixture(make(dtype), dtype)
     expected, found = on_paper(x, *mlp.routing.choose(mlp.router, x)), mlp(x).double()
+    assert (expected - found).abs().max() <= ROUNDING[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_biases_and_clamped_gates_are_as_published(make: MakeBackend, dtype: torch.dtype) -> None:
+    x, mlp = 4 * random(40, WIDTH, seed=4).to(dtype), mixture(make(dtype), dtype, activation=Activation.CLAMPED_SWIGLU)
+    up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
+    router = random(EXPERTS, WIDTH, seed=3).to(dtype).double()
+    best = (x.double() @ router.t() + BIASES["router_bias"].to(dtype).double()).topk(TOP_K)
+    expected = torch.zeros(len(x), WIDTH, dtype=torch.float64)
+    for token, (weights, experts) in enumerate(zip(best.values.softmax(-1), best.indices, strict=True)):
+        for weight, e in zip(weights, experts, strict=True):
+            gate, linear = (up[e].double() @ x[token].double() + BIASES["up_bias"][e].double()).chunk(2)
+            gate, linear = gate.clamp(max=7), linear.clamp(-7, 7)
+            inner = (linear + 1) * gate * torch.sigmoid(1.702 * gate)
+            expected[token] += weight * (down[e].double() @ inner + BIASES["down_bias"][e].double())
+    found = mlp(x).double()
+    assert (up.double() @ x.double().t()).abs().max() > 7  # so that something is clamped
     assert (expected - found).abs().max() <= ROUNDING[dtype] * expected.abs().max()
 
 
