@@ -76,7 +76,7 @@ struct Layer {
 };
 
 // A chunk's tokens in codes: words as tile.h has them, and of each block of each token, [block][tokens], the scale and the
-// sum of codes.
+// sum of codes; for kinds whose sums start below 0, the bits of the word that these start from.
 struct Left {
     Word* words;
     float *scales, *sums;
@@ -145,9 +145,9 @@ INLINE float scale_of(const Slots<E>& slots, long first, long stop) {
     return (max(all(largest(most)), all(TINY))[0] + sum(poison)) / MOST;
 }
 
-// Codes of slots `first` … `stop` - 1, a multiple of 4 of them, and their sum.
+// Codes of slots `first` … `stop` - 1, a multiple of 4 of them, and their sums by lanes.
 template <class E, class Input>
-INLINE float round_slots(const Slots<E>& slots, long first, long stop, float scale, Input* codes) {
+INLINE Ints round_slots(const Slots<E>& slots, long first, long stop, float scale, Input* codes) {
     const Floats inverse = all(1.0f / scale);
     Ints total = {};
     for (; first < stop; first += LANES, codes += LANES) {
@@ -161,9 +161,23 @@ INLINE float round_slots(const Slots<E>& slots, long first, long stop, float sca
             memcpy(codes, rest, size_t(stop - first) * sizeof(Input));
         }
     }
-    int32_t all_lanes = 0;
-    for (int lane = 0; lane < LANES; lane++) all_lanes += total[lane];
-    return float(all_lanes);
+    return total;
+}
+
+INLINE float sum_of(Ints lanes) {
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
+    return float(total);
+}
+
+// The word from which a block's sums in 16 bits start: less RAISED times the codes that each half of a word is made of.
+INLINE float start_of(Ints lanes) {
+    int32_t halves[2] = {};
+    for (int lane = 0; lane < LANES; lane++) halves[lane % 4 / 2] += lanes[lane];
+    const Word word = Word(-RAISED * halves[1]) << 16 | (Word(-RAISED * halves[0]) & 0xFFFFu);
+    float bits;
+    memcpy(&bits, &word, sizeof bits);
+    return bits;
 }
 
 // One token of a tile of `rows`: its place in the first block of words is `to`, its number in the chunk is `token`.
@@ -178,14 +192,15 @@ void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, i
     for (long block = 0, slot = 0; block < weight.blocks(); block++) {
         const long end = slot + weight.block;
         if (!is_known && !weight.is_by_token) scale = scale_of(slots, slot, end);
-        float codes = 0.0f;
+        Ints codes = {};
         for (long stop; slot < end; slot = stop) {
             stop = min(end, slot / TOGETHER * TOGETHER + TOGETHER);
             Input* const at = reinterpret_cast<Input*>(to + slot / TOGETHER * rows * LEFT_STRIDE) + slot % TOGETHER;
             codes += round_slots(slots, slot, stop, scale, at);
         }
         left.scales[block * left.tokens + token] = scale;
-        left.sums[block * left.tokens + token] = codes;
+        const bool starts_below = Factors<FLOAT4>::STARTS_BELOW && weight.is_float4;
+        left.sums[block * left.tokens + token] = starts_below ? start_of(codes) : sum_of(codes);
     }
 }
 
@@ -292,6 +307,7 @@ INLINE void add_products(Ints (&totals)[M][NV], const Word* left, const uint8_t*
 
 // Add what a block contributes to the sums of M tokens with NV vectors of a panel, of which `vector` is the first. Their
 // input codes have the sums `codes` and the scales `inputs`.
+// codes: null where the zero has no share in the sums.
 template <bool IS_LONG, int M, int NV>
 INLINE void add_scaled(
     const Ints (&totals)[M][NV], const Scales& scales, long block, int vector, const float* codes, const float* inputs,
@@ -304,10 +320,35 @@ INLINE void add_scaled(
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             float* const at = sums + m * PANEL + v * LANES;
-            const Floats part = exact<IS_LONG>(totals[m][v], zero, codes[m]) * inputs[m];
+            const Floats whole =
+                codes ? exact<IS_LONG>(totals[m][v], zero, codes[m]) : __builtin_convertvector(totals[m][v], Floats);
+            const Floats part = whole * inputs[m];
             store(at, fused(part, scale, block ? load(at) : Floats{}));
         }
     }
+}
+
+// The same of a block of eight words whose sums start from words of their own.
+template <int KIND, int M, int NV>
+INLINE void add_small_block(
+    const Scales& scales, const Word* left, const uint8_t* right, long block, int vector, const float* starts,
+    const float* inputs, float* sums
+) {
+    typename Factors<KIND>::Sums pairs[M][NV];
+    Ints totals[M][NV];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+        Word start;
+        memcpy(&start, starts + m, sizeof start);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) pairs[m][v] = (typename Factors<KIND>::Sums)all(start);
+    }
+    add_words<KIND>(pairs, left, right, Factors<KIND>::WORDS_OF_A_SUM);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) totals[m][v] = Factors<KIND>::total(pairs[m][v]);
+    add_scaled<false>(totals, scales, block, vector, nullptr, inputs, sums);
 }
 
 // Go on with the sums [M][PANEL] of a tile of M tokens, of which `first` is the first in the chunk, over a stretch of a
@@ -318,13 +359,21 @@ void multiply_tile(const Stretch& stretch, const Left& left, long first, float* 
     const CodeWeight& weight = stretch.weight;
     const long start = stretch.start, count = stretch.count;
     const Word* const words = left.words + (first * blocks_of(weight.left_words()) + start / LEFT_WORDS * M) * LEFT_STRIDE;
-    const bool is_long = weight.blocks() == 1;
+    constexpr bool STARTS_BELOW = Factors<KIND>::STARTS_BELOW;
+    const bool is_long = weight.blocks() == 1 && !STARTS_BELOW;
     const long block_words = is_long ? count : weight.block / 4 * weight.spread();
     for (long k = 0; k < count; k += block_words) {
         const long block = (start + k) / block_words, place = block * left.tokens + first;
         const uint8_t* const right = stretch.right + k / Factors<KIND>::PARTS * STEP;
         for (int vector = 0; vector < VECTORS; vector += NV) {
             float* const at = sums + vector * LANES;
+            if constexpr (STARTS_BELOW) {
+                add_small_block<KIND, M, NV>(
+                    stretch.scales, words + k, right + vector * LANES * 4, block, vector, left.sums + place,
+                    left.scales + place, at
+                );
+                continue;
+            }
             Ints totals[M][NV] = {};
             if (is_long && start)
 #pragma GCC unroll 12

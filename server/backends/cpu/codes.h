@@ -52,6 +52,7 @@ struct Factors;
 // Eight words' sums of pairs, of at most 2 * 15 * 128, have room in 16 bits.
 template <>
 struct Factors<4> {
+    static constexpr bool STARTS_BELOW = false;
     typedef int8_t Input;
     typedef Shorts Sums;
     static constexpr int PARTS = 2, WORDS_OF_A_SUM = 8;
@@ -63,6 +64,7 @@ struct Factors<4> {
 // Pairs of bytes would be too large for 16 bits, so the factors have 16 bits: the first and third slot, then the others.
 template <>
 struct Factors<8> {
+    static constexpr bool STARTS_BELOW = false;
     typedef int16_t Input;
     typedef Ints Sums;
     static constexpr int PARTS = 2;
@@ -112,6 +114,7 @@ INLINE Ints dot_small_codes(Ints sum, Words weights, Word inputs) {
 // How codes of a kind are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
 template <int BITS>
 struct Factors {
+    static constexpr bool STARTS_BELOW = false;
     typedef int8_t Input;
     typedef Ints Sums;
     static constexpr int PARTS = 8 / BITS;
@@ -124,10 +127,13 @@ struct Factors {
 };
 #endif
 
-// Sums of pairs are up to 2 * 24 * 128: of these, four have room in 16 bits.
+// In 16 bits, a block's sums start so far below 0 as raising factors adds to them: eight words' sums of pairs of products
+// that are not raised, of at most 2 * 12 * 128, have room there, and what overflows on the way comes back.
 template <>
 struct Factors<FLOAT4> : Factors<4> {
-    static constexpr int WORDS_OF_A_SUM = 4;
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+    static constexpr bool STARTS_BELOW = true;
+#endif
     static INLINE Words part(Words codes, int number) { return look_up_float4(Factors<4>::part(codes, number)); }
 };
 

@@ -5,7 +5,7 @@ a checkpoint wants that, it is done as it says, with one scale for each token. W
 formats of 4 bits do, each block of at most 128 inputs of a token has a scale of its own; `arranged` says which. That is
 only done to bfloat16: float32 is for comparisons. A result is bit for bit the same whatever else is in the step.
 
-float4 (E2M1) with at least 32 inputs to a scale, as MXFP4 has, is such a format: twice its levels are integers.
+float4 (E2M1) with 32 inputs to a scale, as MXFP4 has, is such a format: twice its levels are integers.
 
 `LevelFormat`: what is left, which is other tables of levels (NF4, FP4), float8, zeros that are no codes, inputs whose
 rounding has a zero of its own, and float32. A stretch of a panel becomes the words of a dense one in the cache
@@ -106,7 +106,7 @@ def takes(weight: QuantisedWeight, dtype: torch.dtype, *, rounds_inputs: bool = 
     """Whether the kernels can compute with this weight. rounds_inputs: also where the checkpoint leaves them alone."""
     if weight.held.dtype not in (torch.uint8, torch.int8):
         return False
-    if weight.levels is not None and not (_is_float4(weight) and int(weight.groups.bincount().max()) >= BLOCKS[-1]):
+    if weight.levels is not None and not (_is_float4(weight) and int(weight.groups.bincount().max()) == BLOCKS[-1]):
         return False
     if weight.zero is not None and not _are_codes(weight.zero + _raise(weight)):
         return False
