@@ -174,12 +174,11 @@ class Routes(Protocol):
     """Where a step's tokens go in a mixture of experts: pairs of a token and an expert, sorted by expert."""
 
     @property
-    def tokens(self) -> Tensor:
-        """The token of each pair [T * k]."""
-
-    @property
     def ends(self) -> Tensor:
         """Behind the last pair of each expert, [E] int32."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Of tokens x [T, D], that of each pair [T * k, D]."""
 
     def combine(self, y: Tensor) -> Tensor:
         """What the experts made of the pairs [T * k, D] → the weighted sum for each token, [T, D] in y's dtype."""

@@ -73,7 +73,7 @@ class MoeMlp:
     def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
         """base + this rank's part, as of a `RowLinear`; a mixture has no bias but its experts'."""
         routes = self.routing(self.router, x, self.router_bias)
-        y = self.up(x.index_select(0, routes.tokens), routes.ends, self.activation, self.up_bias)
+        y = self.up(routes.spread(x), routes.ends, self.activation, self.up_bias)
         total = routes.combine(self.down(y, routes.ends, None, self.down_bias))
         return total if base is None else base + total
 

@@ -91,6 +91,10 @@ class Kernels:
             torch.bfloat16: self._function("linear_codes_bf16_to_f32", "pplppppii"),
         }
         self.grouped_codes = self._by_dtype("grouped_codes", "plppppii")
+        self.choose_experts = self._function("choose_experts", "pliiippi")
+        self.sort_pairs = self._function("sort_pairs", "pliippp")
+        self.gather_rows = self._by_dtype("gather_rows", "ppplli")
+        self.weigh_rows = self._by_dtype("weigh_rows", "pppplili")
         self.norm = self._by_dtype("norm", "ppppppli")
         self.gate = self._by_dtype("gate", "ppllii")
         self.rotate = self._by_dtype("rotate", "plppllllii")

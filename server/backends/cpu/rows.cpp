@@ -9,17 +9,6 @@
 
 namespace {
 
-// Elements that are worth a second thread: waking it takes as long as going through so many.
-constexpr long THREAD_ELEMENTS = 16384;
-
-template <class Body>
-void on_rows(int threads, long rows, long width, const Body& body) {
-    on_threads(threads, rows, max(THREAD_ELEMENTS / width, 1L), [&](Queue& queue) {
-        for (long row, stop; queue.take(row, stop);)
-            for (; row < stop; row++) body(row);
-    });
-}
-
 // body(i, count) for every vector of a row: its first element, and how many elements there are from it on.
 template <class Body>
 INLINE void each_vector(long width, const Body& body) {

@@ -179,6 +179,9 @@ class StockRoutes:
     weights: Tensor  # [T, k], in the tokens' dtype
     order: Tensor  # [T * k] which pair of a token and an expert stands at each place
 
+    def spread(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.tokens)
+
     def combine(self, y: Tensor) -> Tensor:
         pairs = torch.empty_like(y).index_copy_(0, self.order, y).view(*self.weights.shape, -1)
         return (pairs * self.weights.unsqueeze(2)).sum(dim=1)

@@ -17,6 +17,7 @@ from server.backends.reference import ReferenceBackend
 from server.layers.mlp import MoeMlp
 from server.quantisation.rounding import int8_rows
 from server.quantisation.stored import Quantise
+from tests.combinations import all_pairs
 
 EXPERTS, WIDTH, INNER, TOP_K = 5, 48, 32, 2
 MakeBackend = Callable[[torch.dtype], Backend]
@@ -104,8 +105,38 @@ def test_the_router_takes_the_likeliest_experts(make: MakeBackend) -> None:
     mlp = mixture(make(torch.float32), torch.float32)
     weights, chosen = mlp.routing.choose(mlp.router, x)
     best = probabilities.topk(TOP_K)
-    assert torch.equal(best.indices, chosen)
+    assert torch.equal(best.indices, chosen.long())
     torch.testing.assert_close((best.values / best.values.sum(dim=-1, keepdim=True)).float(), weights)
+
+
+@pytest.mark.parametrize(("tokens", "renormalise", "dtype"), all_pairs((1, 9, 500), (True, False), ROUNDING))
+def test_compiled_routes_are_those_of_stock_operators(
+    kernels: Kernels, tokens: int, renormalise: bool, dtype: torch.dtype
+) -> None:
+    experts, x = 37, random(tokens, WIDTH).to(dtype)
+    backend, bias = CpuBackend(kernels, dtype), random(experts, seed=2).to(dtype)
+    router = backend.linear(random(experts, WIDTH, seed=1).to(dtype))
+    stock = ReferenceBackend(CpuDevice()).routing(experts, 4, renormalise=renormalise)
+    compiled = backend.routing(experts, 4, renormalise=renormalise)
+    for expected, found in zip(stock.choose(router, x, bias), compiled.choose(router, x, bias), strict=True):
+        torch.testing.assert_close(expected, found.to(expected.dtype), atol=1e-6, rtol=ROUNDING[dtype])
+    expected, found = stock(router, x, bias), compiled(router, x, bias)
+    assert torch.equal(expected.ends, found.ends)
+    assert torch.equal(expected.spread(x), found.spread(x))
+    y = random(4 * tokens, WIDTH, seed=3).to(dtype)
+    torch.testing.assert_close(expected.combine(y), found.combine(y), atol=ROUNDING[dtype], rtol=0)
+
+
+def test_of_equally_likely_experts_the_first_are_taken_even_where_some_are_no_numbers(kernels: Kernels) -> None:
+    class Logits:
+        def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+            return torch.tensor([[1.0, 2, 2, 1], [float("nan"), 0, float("nan"), 0], [float("nan")] * 4])
+
+    routing = CpuBackend(kernels, torch.float32).routing(4, 3, renormalise=True)
+    weights, chosen = routing.choose(Logits(), torch.empty(3, 1))  # type: ignore[arg-type]
+    assert [[1, 2, 0], [1, 3, 0], [0, 0, 0]] == chosen.tolist()
+    assert 1 == pytest.approx(weights[0].sum().item())
+    assert [False, True, True] == weights.isnan().any(1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -38,6 +38,9 @@ class FusedRoutes:
     weights: Tensor  # [T, k] float32
     places: Tensor  # [T * k] int32, where each pair stands
 
+    def spread(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.tokens)
+
     def combine(self, y: Tensor) -> Tensor:
         assert y.is_contiguous()
         (tokens, top_k), width = self.weights.shape, y.shape[1]
