@@ -87,6 +87,7 @@ EXPECTED = {
     "gemma-3-1b": Expected(UP_TO_4, Rope(10000.0, 256), (22, 512)),  # 4 heads
     "gemma-7b": Expected(EVERY, Rope(10000.0, 256)),
     "gpt-oss-120b": Expected(EVERY, OF_GPT_OSS, (18, 128)),
+    "gpt-oss-20b-bf16": Expected(EVERY, OF_GPT_OSS, (12, 128)),  # as others have expanded it
     "gpt-oss-20b": Expected(EVERY, OF_GPT_OSS, (12, 128)),
     "gpt2": Expected(UP_TO_4, Learned(1024)),  # 12 heads
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
@@ -138,7 +139,7 @@ class Published:
         per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{i}" in pattern)
         layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
         fixture["config"] |= {key: len(layers) for key in NUMS_LAYERS if key in fixture["config"]}
-        if "quantization_config" in fixture["config"]:
+        if "layer_types" in fixture["config"]:
             fixture["config"]["layer_types"] = fixture["config"]["layer_types"][: len(layers)]
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
