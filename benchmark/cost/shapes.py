@@ -272,7 +272,7 @@ class ModelShape:
         hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         attention = hidden * (queries + 2 * keys) + queries * hidden
         biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
-        biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias
+        biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters + 2 * spec.head_dim * spec.qk_norm
         cross = 2 * hidden * queries if spec.encoder else 0
         return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
@@ -285,7 +285,9 @@ def _mlp_columns(mlp: Mlp) -> int:
 
 def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
     if isinstance(mlp, Moe):
-        return (mlp.top_k if active else mlp.num_experts) * 3 * hidden * mlp.width + hidden * mlp.num_experts
+        experts = mlp.top_k if active else mlp.num_experts
+        of_expert = 3 * hidden * mlp.width + (2 * mlp.width + hidden) * mlp.bias
+        return experts * of_expert + (hidden + mlp.router_bias) * mlp.num_experts
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 
@@ -421,7 +423,8 @@ class Linear:
 
 def linears_of_decoder(spec: ArchSpec, names: NameMap, first_layer: int = 0) -> Iterator[Linear]:
     """Those of a decoder, or of the decoder of an encoder-decoder, whose layers are counted from `first_layer`."""
-    return _linears_of_stack(spec, names.roles, names.prefixes[0], first_layer, of_prompts=False)
+    roles = {**names.roles, **{role: stack.name for role, stack in names.stacks.items()}}
+    return _linears_of_stack(spec, roles, names.prefixes[0], first_layer, of_prompts=False)
 
 
 def linears_of_encoder(spec: ArchSpec, names: NameMap) -> Iterator[Linear]:
@@ -494,8 +497,9 @@ def _linears_of_layer(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterato
         yield "cross_out", hidden, queries, 1, 1
     mlp, width = layer.mlp, layer.mlp.width
     if isinstance(mlp, Moe):
-        for role in ("expert_gate", "expert_up"):
-            yield role, width, hidden, mlp.num_experts, mlp.top_k
+        ups = {"expert_gate_up": 2 * width} if "expert_gate_up" in roles else {"expert_gate": width, "expert_up": width}
+        for role, outputs in ups.items():
+            yield role, outputs, hidden, mlp.num_experts, mlp.top_k
         yield "expert_down", hidden, width, mlp.num_experts, mlp.top_k
         return
     if isinstance(mlp, Gated) and "mlp_gate_up" in roles:

@@ -4,10 +4,11 @@ Roles, each with `.weight` and where the model has one `.bias`:
 
     embed, embed_norm, positions, project_in                before the layers
     attention_norm, q, k, v or qkv, q_norm, k_norm, attention_out, attention_post_norm
+    sinks                                                   [heads], a tensor whose name has no suffix
     mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
     activation                                              of its mlp, by whose `.scales` AutoAWQ divides, if there are
-    router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number
+    router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number; or `stacks`
     final_norm, project_out, head                           after the layers
     relative_bias                                           bucketed bias on scores, [buckets, heads]
     cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output
@@ -52,6 +53,20 @@ FUSED_EXPERTS: Mapping[str, FusedRows] = {
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Where all experts' matrices and biases lie, of a role that no expert has tensors of its own for.
+
+    In `name` [experts, outputs, inputs] and `name`_bias [experts, outputs]; in fewer bits, `name`_ and the format's
+    suffix. transposed: dense ones are [experts, inputs, outputs]. interleaved: of the role `expert_gate_up`, rows of
+    gate and up take turns; otherwise those of the gate come first.
+    """
+
+    name: str
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class NameMap:
     """Names in the checkpoint without `.weight` and `.bias`; of several names for a role the first that exists counts.
 
@@ -67,3 +82,4 @@ class NameMap:
     fused_experts: Mapping[str, FusedRows] = field(
         default_factory=dict
     )  # by role, where no expert has tensors of its own
+    stacks: Mapping[str, Stack] = field(default_factory=dict)  # of the roles expert_gate_up and expert_down

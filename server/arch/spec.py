@@ -36,12 +36,17 @@ class Residual(Enum):
 
 
 class Activation(Enum):
-    """The function between the matrices of an mlp."""
+    """The function between the matrices of an mlp.
+
+    CLAMPED_SWIGLU is of gated ones alone: g * sigmoid(1.702 g) * (u + 1), with g the gate of at most 7, and u the other
+    half within ± 7 (OpenAI 2025, arXiv 2508.10925).
+    """
 
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
     SILU = "silu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 @dataclass(frozen=True)
@@ -177,6 +182,8 @@ class Moe:
     width: int  # of one expert
     activation: Activation
     renormalise: bool  # whether the chosen experts' weights sum to 1
+    bias: bool = False  # whether each matrix of an expert has one
+    router_bias: bool = False
 
 
 Mlp = Dense | Gated | Moe
@@ -189,6 +196,7 @@ class LayerSpec:
     mlp: Mlp
     position: Position
     window: int = 0  # tokens that a query sees, itself included; 0: all
+    sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ class Scores:
     slopes: tuple[float, ...] = ()  # the ALiBi slope of each local head; empty: no ALiBi
     cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: they do not
     bias: Tensor | None = None  # [N, 2 D + 1] float32, added at distances -D … D of key minus query; beyond, the ends
+    sinks: Tensor | None = None  # [N] float32, a score of each head beside its keys', whose value is 0
 
 
 @dataclass(frozen=True)
@@ -159,10 +160,13 @@ class GroupedLinear(Movable, Protocol):
     def nbytes(self) -> int:
         """Memory that all experts' weights take."""
 
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
-        """x [T, D] → activation(x @ weightᵀ) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1.
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1.
 
-        ends: [E] int32, ascending; the last is T. Where the weights are gated, what comes out is activation(gate) * up.
+        ends: [E] int32, ascending; the last is T. bias: [E, F]. Where the weights are gated, what comes out is
+        activation(gate) * up, and bias is [E, 2 F].
         """
 
 
@@ -170,12 +174,11 @@ class Routes(Protocol):
     """Where a step's tokens go in a mixture of experts: pairs of a token and an expert, sorted by expert."""
 
     @property
-    def tokens(self) -> Tensor:
-        """The token of each pair [T * k]."""
-
-    @property
     def ends(self) -> Tensor:
         """Behind the last pair of each expert, [E] int32."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Of tokens x [T, D], that of each pair [T * k, D]."""
 
     def combine(self, y: Tensor) -> Tensor:
         """What the experts made of the pairs [T * k, D] → the weighted sum for each token, [T, D] in y's dtype."""
@@ -184,10 +187,13 @@ class Routes(Protocol):
 class Routing(Protocol):
     """Sends each token to the k experts that a router likes best."""
 
-    def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and the numbers of each token's experts, both [T, k], from x [T, D] and the router [E, D]."""
+    def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The weights and the numbers of each token's experts, both [T, k], from x [T, D] and the router [E, D].
 
-    def __call__(self, router: LinearFormat, x: Tensor) -> Routes:
+        bias: [E], of the router.
+        """
+
+    def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> Routes:
         """The routes of tokens x [T, D]."""
 
 

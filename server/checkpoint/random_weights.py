@@ -72,6 +72,7 @@ class RandomCheckpoint:
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
+        leading: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
@@ -79,6 +80,7 @@ class RandomCheckpoint:
         """A random tensor of the shape of what `Checkpoint.read` would return: of any bits, where it is no number."""
         start, stop = part or (0, shape[dim] if shape else 1)
         size = [stop - start if d == dim else n for d, n in enumerate(shape)]
+        size[:1] = [leading[1] - leading[0]] if leading else size[:1]
         count, stored = math.prod(size), self._block.dtype if self._block.dtype in dtypes else dtypes[0]
         if stored in FLOATS:
             return _repeated(self._block.to(dtype or stored), count).view(size)

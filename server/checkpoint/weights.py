@@ -138,12 +138,14 @@ class Checkpoint:
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
+        leading: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = STORED_FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
         """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned.
 
+        leading: likewise of its first dimension, beside a part of another one.
         dtypes: those that it may be stored in. dtype: what it is converted to; None: it stays as it is. mapped: it may
         be the file itself instead, in any strides, to be read once and let go: a copy would need fresh memory, which
         costs more than what is copied.
@@ -159,6 +161,7 @@ class Checkpoint:
         if not shape:  # a number, which has no slices
             return self._checked(name, self._number(name), dtypes).to(dtype)
         region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
+        region[0] = leading or region[0]
         nothing = self._checked(name, self._sliced(name, [(0, 0)]), dtypes)
         self._ahead.passed(self._paths[name], name)
         row_bytes = math.prod(shape[1:]) * nothing.itemsize  # a row's pages come whole
@@ -327,11 +330,18 @@ class Weights:
         """What the checkpoint calls a role, without what follows the last dot. Raises CheckpointError."""
         return self._name(role, expert)
 
-    def vector(self, role: str, size: int, *, suffix: str = "weight", ranges: Ranges | None = None) -> Tensor:
+    def vector(
+        self, role: str, size: int, *, suffix: str = "weight", ranges: Ranges | None = None, expert: int = 0
+    ) -> Tensor:
         """A tensor [size], or the half-open `ranges` of it one after the other."""
-        name = f"{self._name(role)}.{suffix}"
+        name = f"{self._name(role, expert)}.{suffix}"
         parts = [self._read(name, (size,), 0, part) for part in ranges or [(0, size)]]
         return self._own(parts, dim=0)
+
+    def bare(self, role: str, size: int, part: tuple[int, int]) -> Tensor:
+        """Part of a tensor [size] whose name has no suffix."""
+        (short,) = self._short_names(role)
+        return self._own([self._read(self.prefix + short, (size,), 0, part)], dim=0)
 
     def bias(self, role: str, size: int, *, ranges: Ranges | None = None) -> Tensor:
         """The bias of `role`, or ranges of it."""

@@ -7,7 +7,6 @@ Shapes: T tokens, D model width, F local width of the mlp, E experts, k experts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Routing
-from server.checkpoint.weights import CheckpointError, Weights
+from server.checkpoint.experts import SeparateExperts, StackedExperts
+from server.checkpoint.weights import Weights
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
-from server.quantisation.stored import Stored, joined
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,9 @@ class MoeMlp:
     up: GroupedLinear  # [gate | up] of each expert
     down: GroupedLinear
     activation: Activation
+    router_bias: Tensor | None = None  # [E]
+    up_bias: Tensor | None = None  # [E, 2 F], as the weights are
+    down_bias: Tensor | None = None  # [E, D], on one rank alone: it is added once to the sum over the ranks
     bias: None = None
 
     @property
@@ -69,10 +71,10 @@ class MoeMlp:
         return Branch(self, x)
 
     def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
-        """base + this rank's part, as of a `RowLinear`; a mixture has no bias."""
-        routes = self.routing(self.router, x)
-        y = self.up(x.index_select(0, routes.tokens), routes.ends, self.activation)
-        total = routes.combine(self.down(y, routes.ends))
+        """base + this rank's part, as of a `RowLinear`; a mixture has no bias but its experts'."""
+        routes = self.routing(self.router, x, self.router_bias)
+        y = self.up(routes.spread(x), routes.ends, self.activation, self.up_bias)
+        total = routes.combine(self.down(y, routes.ends, None, self.down_bias))
         return total if base is None else base + total
 
 
@@ -107,27 +109,16 @@ def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: Mak
 
 def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> MoeMlp:
     weights.refuse_other_experts(kind.num_experts)
-    part = weights.shard.range(kind.width)
-    inner, outer = (kind.width, spec.hidden_size), (spec.hidden_size, kind.width)
-
-    def ups() -> Iterator[Stored]:
-        for e in range(kind.num_experts):
-            both = joined([weights.linear(role, inner, rows=[part], expert=e) for role in ("expert_gate", "expert_up")])
-            if both is None:
-                raise CheckpointError(
-                    f"gate and up of expert {e} are not quantised alike (codes, groups, or scales of inputs), which is "
-                    "not served: quantise both in one way"
-                )
-            yield both
-
-    def downs() -> Iterator[Stored]:
-        for e in range(kind.num_experts):
-            yield weights.linear("expert_down", outer, columns=part, expert=e)
-
+    hidden, count = spec.hidden_size, kind.num_experts
+    experts = (StackedExperts if weights.names.stacks else SeparateExperts)(weights, kind, hidden)
+    down_bias = experts.down_bias() if kind.bias else None  # which every rank reads, and one adds
     return MoeMlp(
-        router=backend.linear(weights.rows("router", (kind.num_experts, spec.hidden_size))),
-        routing=backend.routing(kind.num_experts, kind.top_k, renormalise=kind.renormalise),
-        up=backend.grouped(ups(), kind.num_experts, is_gated=True),
-        down=backend.grouped(downs(), kind.num_experts, maximum=weights.shard.all_reduce_max),
+        router=backend.linear(weights.rows("router", (count, hidden))),
+        routing=backend.routing(count, kind.top_k, renormalise=kind.renormalise),
+        up=backend.grouped(map(experts.gate_up, range(count)), count, is_gated=True),
+        down=backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max),
         activation=kind.activation,
+        router_bias=weights.bias("router", count) if kind.router_bias else None,
+        up_bias=experts.gate_up_bias() if kind.bias else None,
+        down_bias=down_bias if weights.shard.rank == 0 else None,
     )

@@ -123,11 +123,16 @@ class StackLoader:
         )
 
     def _attention_of(self, layer: int) -> Attention:
-        """All layers share theirs, but for those whose keys and values the checkpoint has scales of."""
-        scales = self.weights.of_layer(layer).kv_scales() if isinstance(self.cache, Float8) else None
-        if scales is None:
+        """All layers share theirs, but for those that have sinks, or scales of keys and values in the checkpoint."""
+        weights, scores, cache = self.weights.of_layer(layer), self._scores, self.cache
+        if isinstance(cache, Float8) and (scales := weights.kv_scales()) is not None:
+            cache = replace(cache, scales=scales)
+        if self.spec.layers[layer].sinks:
+            heads = self.spec.num_heads
+            scores = replace(scores, sinks=weights.bare("sinks", heads, weights.shard.range(heads)).float())
+        if scores is self._scores and cache is self.cache:
             return self._shared_attention
-        return self._attending(self._scores, replace(self.cache, scales=scales))
+        return self._attending(scores, cache)
 
     @cached_property
     def _shared_attention(self) -> Attention:

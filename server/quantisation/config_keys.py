@@ -48,6 +48,7 @@ SERVED: Mapping[str, Mapping[str, Values]] = {
         "_load_in_8bit": TRUTH,
         "llm_int8_has_fp16_weight": OFF,
     },
+    "mxfp4": {},
     "quark": {"quant_mode": ("eager_mode",), "softmax_quant_spec": NOTHING, "kv_cache_post_rope": TRUTH},
     # Tensors tell which tables and heads are in fewer bits.
     "torchao": {"include_input_output_embeddings": TRUTH, "untie_embedding_weights": TRUTH},
@@ -89,6 +90,7 @@ READ: Mapping[str, Sequence[str]] = {
     "fp8": ("activation_scheme", "weight_block_size", "fmt", "activation_scale_ub"),
     "fbgemm_fp8": ("activation_scale_ub", "activation_scheme", "weight_block_size", "fmt"),
     "bitsandbytes": ("bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
+    "mxfp4": (),
     "quark": ("global_quant_config", "layer_type_quant_config", "layer_quant_config", "kv_cache_quant_config",
               "exclude", "algo_config", "export"),
     "torchao": ("quant_type",),
@@ -125,6 +127,7 @@ WITHOUT_MEANING: Mapping[str, Sequence[str]] = {
     "fbgemm_fp8": (),
     "bitsandbytes": ("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
                      "bnb_4bit_use_double_quant"),
+    "mxfp4": ("dequantize",),
     "quark": ("version",),
     "torchao": (),
 }  # fmt: skip

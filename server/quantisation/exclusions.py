@@ -16,6 +16,7 @@ from server.quantisation.quark import Layers
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 HEADS_AND_ROUTERS = (*HEADS, "gate")  # what tools leave dense unless they are told otherwise
+EXPERTS = r"re:.*\.experts\."  # what is in MXFP4, whatever lists of names say
 NAMED = ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules")  # lists of what is dense
 KEYS_OF_HEADS = {"gptq": "lm_head", "torchao": "include_input_output_embeddings"}  # by `quant_method`
 CLASSES = ("Linear", "Conv1D")  # of modules, which targets of compressed-tensors may be
@@ -155,6 +156,8 @@ class Exclusions:
 
 def of_config(config: Mapping[str, Any], method: str, budget: Budget) -> Exclusions:
     """What a config of this `quant_method` leaves dense. Raises FormatError."""
+    if method == "mxfp4":
+        return Exclusions(only=Names((EXPERTS,)))
     if method == "quark":
         return Exclusions(Names(strings(config, "exclude"), budget=budget), of_quark=Layers(config, budget))
     named = [entry for key in NAMED for entry in strings(config, key)]

@@ -27,6 +27,7 @@ class Kind:
     group: int = 0  # inputs; 0: the whole row
     has_zeros: bool = False  # one for each group; else one for all where codes have no sign
     has_levels: bool = False
+    has_float4: bool = False  # whether the levels are float4's, and scales powers of 2
     codes: str = "uint8"
     inputs: str | None = None  # the dtype that they are rounded to
     input_group: int = 0
@@ -41,6 +42,7 @@ class Kind:
             storage.group,
             has_zeros,
             storage.has_levels,
+            storage.has_float4,
             codes=float8 if storage.is_float else "int8" if is_signed else "uint8",
             inputs=(float8 if storage.is_float else "int8") if storage.rounds_inputs else None,
             input_group=storage.group if storage.is_float and storage.rounds_inputs else 0,
@@ -51,6 +53,7 @@ def noise(kind: Kind, features: int, inputs: int, device: torch.device) -> Quant
     """A weight [F, D] of this kind, of which products are around 1."""
     import torch
 
+    from server.quantisation.rounding import float4_levels
     from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
     made = torch.Generator(device).manual_seed(0)
@@ -69,5 +72,7 @@ def noise(kind: Kind, features: int, inputs: int, device: torch.device) -> Quant
     elif kind.codes == "uint8" and not kind.has_levels:
         zero = torch.full(counts, most / 2, device=device)
     levels = torch.linspace(-1, 1, most, device=device) if kind.has_levels else None
+    if kind.has_float4:
+        levels, scale = float4_levels().to(device), torch.exp2(scale.clamp(min=2**-14).log2().floor())
     rounded = None if kind.inputs is None else RoundedInputs(getattr(torch, kind.inputs), group=kind.input_group)
     return QuantisedWeight(codes, kind.bits, scale, groups, zero, levels, rounded)

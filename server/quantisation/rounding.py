@@ -158,6 +158,12 @@ def nf4_levels() -> Tensor:
     return (levels / levels.max()).float()
 
 
+def float4_levels() -> Tensor:
+    """Of float4 (E2M1, Open Compute Project 2023, Microscaling Formats 1.0), [16] float32 by code."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.cat([numbers, -numbers])
+
+
 def fp4_levels() -> Tensor:
     """[16] float32 by code: a sign, two bits of exponent, one of fraction. Higher exponents are smaller, but for 0."""
     positive = [0.0, 0.0625]  # exponent 0

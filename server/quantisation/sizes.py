@@ -24,6 +24,7 @@ from server.quantisation.translation import translated
 # Inputs of a block, which share a scale in memory, where products are of integers. Groups are filled up to whole ones.
 BLOCKS = (128, 64, 32)
 MORE_SLOTS = 1.05  # for which a longer block is taken than the one with the fewest slots
+MXFP4_GROUP = 32  # inputs that share a power of 2
 FILLED = BLOCKS[-1] // 2  # slots that stay empty in a group on average, where its inputs are scattered over ranks
 
 
@@ -38,6 +39,7 @@ class Storage:
     zero_bytes: int = 0  # likewise, of the code that stands for 0; 0: all groups have the same
     rounds_inputs: bool = False  # whether inputs have 8 bits as well
     has_levels: bool = False  # whether codes stand for numbers of a table, and are no integers
+    has_float4: bool = False  # whether these are float4's with so large groups that a CPU multiplies them as integers
     has_int8_head: bool = False  # whether the head, and a table tied to it, are stored in int8
     includes_head: bool = False  # whether a head that is not tied is stored as the layers are
     exclusions: Exclusions = field(default_factory=Exclusions)  # layers that are dense
@@ -76,7 +78,8 @@ class Storage:
     @property
     def _is_in_integers(self) -> bool:
         """Whether a CPU multiplies it in integers."""
-        return not (self.has_levels or self.is_float or self.has_float_inputs or self.has_exact_inputs)
+        has_others = self.has_levels and not self.has_float4
+        return not (has_others or self.is_float or self.has_float_inputs or self.has_exact_inputs)
 
     def with_exact_inputs(self) -> Storage:
         """As a CPU keeps it in float32, or where `--cpu-inputs` is exact: scales and zeros are float32 as well."""
@@ -231,7 +234,8 @@ def _compressed(config: Mapping[str, Any]) -> Storage:
     format = first.get("format") or config.get("format")
     is_packed, bits = format == "pack-quantized", int(weights.get("num_bits", 8))
     if is_float and (bits == 4 or format == "mxfp8-quantized"):  # inputs are taken as they are
-        return Storage("compressed-tensors", bits, group, has_levels=bits == 4, is_float=bits == 8)
+        storage = Storage("compressed-tensors", bits, group, has_levels=bits == 4, is_float=bits == 8)
+        return _in_integers(storage) if format == "mxfp4-pack-quantized" else storage
     return Storage(
         "compressed-tensors",
         bits,
@@ -245,6 +249,15 @@ def _compressed(config: Mapping[str, Any]) -> Storage:
         is_float=is_float,
         is_packed=is_packed,
     )
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Storage:
+    return _in_integers(Storage("mxfp4", 4, MXFP4_GROUP, has_levels=True))
+
+
+def _in_integers(storage: Storage) -> Storage:
+    """That of float4 with powers of 2, of which an exponent is kept."""
+    return replace(storage, has_float4=True, scale_bytes=1)
 
 
 def _float8(config: Mapping[str, Any]) -> Storage:
@@ -265,7 +278,7 @@ def _quark(config: Mapping[str, Any]) -> Storage:
     if (first := Layers(config, Budget()).first) is None:  # only the cache of keys and values is in fewer bits
         return Storage("quark")
     inputs = "" if first.inputs is None else "fp8" if first.is_float else "int8"
-    return Storage(
+    storage = Storage(
         "quark",
         first.bits,
         first.group,
@@ -277,6 +290,7 @@ def _quark(config: Mapping[str, Any]) -> Storage:
         is_float=first.bits == 8 and first.is_float,
         has_float_inputs=inputs == "fp8",
     )
+    return _in_integers(storage) if storage.has_levels else storage
 
 
 def _torchao(config: Mapping[str, Any]) -> Storage:
@@ -302,6 +316,7 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Storage]] = {
     "fp8": _float8,
     "fbgemm_fp8": _float8,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
     "quark": _quark,
     "torchao": _torchao,
 }

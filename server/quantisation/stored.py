@@ -143,6 +143,18 @@ def joined(parts: Sequence[Stored]) -> Stored | None:
     )
 
 
+def rows_taken_apart(weight: Stored) -> Stored:
+    """The even rows, and below them the odd ones."""
+    if isinstance(weight, Tensor):
+        return _taken_apart(weight)
+    zero = None if weight.zero is None else _taken_apart(weight.zero)
+    return replace(weight, held=_taken_apart(weight.codes), scale=_taken_apart(weight.scale), zero=zero)
+
+
+def _taken_apart(rows: Tensor) -> Tensor:
+    return torch.cat([rows[::2], rows[1::2]])
+
+
 def padded(weight: Stored, count: int) -> Stored:
     """The same with so many rows of zeros more."""
     if not count:

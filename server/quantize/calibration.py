@@ -173,12 +173,14 @@ class WatchedExperts:
         """As they are."""
         return self.experts.nbytes
 
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """See `GroupedLinear`."""
         for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
             if stop > start:
                 self.watch(expert, x[start:stop])
-        return self.experts(x, ends, activation)
+        return self.experts(x, ends, activation, bias)
 
 
 def watched(layer: Layer, place: str, watch: Watch) -> Layer:

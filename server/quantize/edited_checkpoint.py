@@ -36,6 +36,7 @@ class EditedCheckpoint(Checkpoint):
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
+        leading: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = STORED_FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
@@ -43,7 +44,10 @@ class EditedCheckpoint(Checkpoint):
         """See `Checkpoint.read`. A changed tensor is not copied unless it is converted."""
         changed = self.changed.get(name)
         if changed is None:
-            return super().read(name, shape, dim=dim, part=part, dtypes=dtypes, dtype=dtype, mapped=mapped)
+            return super().read(
+                name, shape, dim=dim, part=part, leading=leading, dtypes=dtypes, dtype=dtype, mapped=mapped
+            )
+        changed = changed if leading is None else changed[slice(*leading)]
         return (changed if part is None else changed.narrow(dim, part[0], part[1] - part[0])).to(dtype)
 
     def whole(self, name: str) -> Tensor:

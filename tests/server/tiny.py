@@ -109,6 +109,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", LLAMA_SIZES | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "stablelm-parallel": ("stablelm", LLAMA_SIZES | {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
     "starcoder2": ("starcoder2", LLAMA_SIZES | {"sliding_window": 24, "use_bias": True}),
+    "gpt_oss": (
+        "gpt_oss", LLAMA_SIZES | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                  "sliding_window": 24, "rope_parameters": {
+                                      "rope_theta": 150000.0, "truncate": False, **ROPE_SCALINGS["yarn"]}},
+    ),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,
                             "attn_config": {"clip_qkv": 0.5}}),

@@ -68,11 +68,11 @@ FIELDS: dict[str, Kind] = {
     for kind, names in (
         (
             SIZE,
-            "d_ff d_kv d_model decoder_sparse_step ffn_dim ffn_hidden_size head_dim hidden_size intermediate_size "
-            "kv_channels moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads n_inner "
-            "num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts "
-            "padded_vocab_size relative_attention_max_distance relative_attention_num_buckets sliding_window_pattern "
-            "vocab_size word_embed_proj_dim",
+            "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size head_dim hidden_size "
+            "intermediate_size kv_channels moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads "
+            "n_inner num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads "
+            "num_local_experts padded_vocab_size relative_attention_max_distance relative_attention_num_buckets "
+            "sliding_window_pattern vocab_size word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -87,7 +87,7 @@ FIELDS: dict[str, Kind] = {
             "attn_logit_softcapping beta_fast beta_slow expansion_ratio factor final_logit_softcapping "
             "high_freq_factor layer_norm_eps layer_norm_epsilon layernorm_epsilon low_freq_factor norm_epsilon "
             "partial_rotary_factor query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_ratio rope_theta "
-            "rotary_emb_base rotary_pct",
+            "rotary_emb_base rotary_pct swiglu_alpha swiglu_limit",
         ),
         (
             FLAG,

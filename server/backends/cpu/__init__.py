@@ -27,7 +27,18 @@ from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, 
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
-from server.backends.protocol import Attention, GraphCapture, GroupedLinear, LinearFormat, Logits, Maximum, Norm, Scores
+from server.backends.cpu.routing import KernelRouting
+from server.backends.protocol import (
+    Attention,
+    GraphCapture,
+    GroupedLinear,
+    LinearFormat,
+    Logits,
+    Maximum,
+    Norm,
+    Routing,
+    Scores,
+)
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import LoopedExperts
 from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
@@ -80,6 +91,9 @@ class CpuBackend(ReferenceBackend):
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return KernelNorm(self._kernels, weight, bias, eps, is_centred=is_centred)
+
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+        return KernelRouting(self._kernels, num_experts, top_k, renormalise)
 
     def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         experts = [PanelFormat(self._kernels, self._arena, weight, is_gated=is_gated) for weight in weights]

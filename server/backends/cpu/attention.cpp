@@ -47,6 +47,7 @@ struct Scores {
     const float* slopes;  // [N] or null
     const float* bias;    // [N, 2 reach + 1] or null
     long reach;
+    const float* sinks;  // [N] or null
 };
 
 template <class E>
@@ -510,7 +511,9 @@ void finish(const Step<E>& step, const Task& task, const Partial& folded) {
         const Place place = place_of(step, task, row);
         E* out = step.out + (place.token * step.heads + place.head) * step.head_dim;
         const float* sums = folded.sums + row * step.head_dim;
-        const float scale = folded.total[row] > 0 ? step.cache.value_scale / folded.total[row] : 0.0f;
+        float total = folded.total[row];
+        if (step.scores.sinks && total > 0) total += exp(step.scores.sinks[place.head] - folded.largest[row]);
+        const float scale = total > 0 ? step.cache.value_scale / total : 0.0f;
         for (long i = 0; i < step.head_dim; i += LANES)
             store_part(out + i, load_part(sums + i, step.head_dim - i) * scale, step.head_dim - i);
     }

@@ -31,6 +31,7 @@ class _Scores(ctypes.Structure):
         ("slopes", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("reach", ctypes.c_long),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -45,7 +46,7 @@ KINDS: Mapping[str, int] = {AS_COMPUTED.name: 0, Int8.name: 1, Float8E4M3.name: 
 
 
 class KernelAttention(StoringAttention):
-    """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
+    """Softmax attention over the paged cache, with biases, sinks, windows, capped scores and shared kv heads."""
 
     def __init__(self, kernels: Kernels, scores: Scores, cache: KvFormat = AS_COMPUTED):
         self._kernels = kernels
@@ -54,12 +55,14 @@ class KernelAttention(StoringAttention):
         self._cache_at = ctypes.addressof(self._cache)
         self._slopes = torch.tensor(scores.slopes)
         self._bias = torch.empty(0, 1) if scores.bias is None else scores.bias.float().contiguous()
+        self._sinks = torch.empty(0) if scores.sinks is None else scores.sinks.float().contiguous()
         self._scores = _Scores(
             scores.scale,
             scores.cap,
             self._slopes.data_ptr() if scores.slopes else None,
             None if scores.bias is None else self._bias.data_ptr(),
             self._bias.shape[1] // 2,
+            None if scores.sinks is None else self._sinks.data_ptr(),
         )
         self._scores_at = ctypes.addressof(self._scores)
 

@@ -38,9 +38,10 @@ struct CodeWeight : Panels {
     const float* fixed;    // the scale of all inputs; null: each token's own decide
     long inputs, slots;
     long bits;         // of a code: 4 or 8
+    long is_float4;    // whether codes are those of float4, whose 0 stands for RAISED
     long block;        // slots that share scales; where it is not all of them, 32, 64 or 128
     long is_by_token;  // whether all blocks of a token share its scale
-    long scale_bytes;  // 2: float16, 4: float32
+    long scale_bytes;  // 1: a float32's exponent alone, 2: float16, 4: float32
     long zero;         // the code of 0; -1: each row has one for each block
 
     long blocks() const { return slots / block; }
@@ -75,7 +76,7 @@ struct Layer {
 };
 
 // A chunk's tokens in codes: words as tile.h has them, and of each block of each token, [block][tokens], the scale and the
-// sum of codes.
+// sum of codes; for kinds whose sums start below 0, the bits of the word that these start from.
 struct Left {
     Word* words;
     float *scales, *sums;
@@ -91,6 +92,7 @@ struct Scales {
 
     INLINE Floats scale(long block, int vector) const {
         const long at = block * PANEL + vector * LANES;
+        if (weight.scale_bytes == 1) return (Floats)(load_bytes(scales + at) << 23);
         if (weight.scale_bytes == 2) return load_halves(reinterpret_cast<const uint16_t*>(scales) + at);
         return load(reinterpret_cast<const float*>(scales) + at);
     }
@@ -154,9 +156,9 @@ INLINE float scale_of(const Slots<E>& slots, long first, long stop) {
     return (max(all(largest(most)), all(TINY))[0] + sum(poison)) / MOST;
 }
 
-// Codes of slots `first` … `stop` - 1, a multiple of 4 of them, and their sum.
+// Codes of slots `first` … `stop` - 1, a multiple of 4 of them, and their sums by lanes.
 template <class E, class Input>
-INLINE float round_slots(const Slots<E>& slots, long first, long stop, float scale, Input* codes) {
+INLINE Ints round_slots(const Slots<E>& slots, long first, long stop, float scale, Input* codes) {
     const Floats inverse = all(1.0f / scale);
     Ints total = {};
     for (; first < stop; first += LANES, codes += LANES) {
@@ -170,9 +172,23 @@ INLINE float round_slots(const Slots<E>& slots, long first, long stop, float sca
             memcpy(codes, rest, size_t(stop - first) * sizeof(Input));
         }
     }
-    int32_t all_lanes = 0;
-    for (int lane = 0; lane < LANES; lane++) all_lanes += total[lane];
-    return float(all_lanes);
+    return total;
+}
+
+INLINE float sum_of(Ints lanes) {
+    int32_t total = 0;
+    for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
+    return float(total);
+}
+
+// The word from which a block's sums in 16 bits start: less RAISED times the codes that each half of a word is made of.
+INLINE float start_of(Ints lanes) {
+    int32_t halves[2] = {};
+    for (int lane = 0; lane < LANES; lane++) halves[lane % 4 / 2] += lanes[lane];
+    const Word word = Word(-RAISED * halves[1]) << 16 | (Word(-RAISED * halves[0]) & 0xFFFFu);
+    float bits;
+    memcpy(&bits, &word, sizeof bits);
+    return bits;
 }
 
 // One token of a tile of `rows`: its place in the first block of words is `to`, its number in the chunk is `token`.
@@ -190,14 +206,15 @@ void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, i
     for (long block = 0, slot = 0; block < weight.blocks(); block++) {
         const long end = slot + weight.block;
         if (!known && !weight.is_by_token) scale = scale_of(slots, slot, end);
-        float codes = 0.0f;
+        Ints codes = {};
         for (long stop; slot < end; slot = stop) {
             stop = min(end, slot / TOGETHER * TOGETHER + TOGETHER);
             Input* const at = reinterpret_cast<Input*>(to + slot / TOGETHER * rows * LEFT_STRIDE) + slot % TOGETHER;
             codes += round_slots(slots, slot, stop, scale, at);
         }
         left.scales[block * left.tokens + token] = scale;
-        left.sums[block * left.tokens + token] = codes;
+        const bool starts_below = Factors<FLOAT4>::STARTS_BELOW && weight.is_float4;
+        left.sums[block * left.tokens + token] = starts_below ? start_of(codes) : sum_of(codes);
     }
 }
 
@@ -236,14 +253,14 @@ INLINE void fetch(const uint8_t* right) {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 // `add_words` of an even number of words with products of matrices.
-template <int BITS, int M, int NV>
+template <int KIND, int M, int NV>
 INLINE void add_pairs(Ints (&totals)[M][NV], const Word* left, const uint8_t* right, long count) {
     Squares<Ints, M, NV> squares(totals);
-    for (long k = 0; k < count; k += 2, right += 2 * STEP * BITS / 8) {
+    for (long k = 0; k < count; k += 2, right += 2 * STEP / Factors<KIND>::PARTS) {
         fetch<NV>(right);
         const auto words = [&](int v) {
             const Word* const at = reinterpret_cast<const Word*>(right) + v * LANES;
-            return std::pair(Factors<BITS>::part(load(at), 0), BITS == 8 ? load(at + PANEL) : Factors<BITS>::part(load(at), 1));
+            return std::pair(Factors<KIND>::part(load(at), 0), KIND == 8 ? load(at + PANEL) : Factors<KIND>::part(load(at), 1));
         };
         squares.add(left, k, words, [](uint32x4_t sum, uint32x4_t lanes, uint64x2_t rows) {
             return (uint32x4_t)vusmmlaq_s32((int32x4_t)sum, (uint8x16_t)lanes, (int8x16_t)rows);
@@ -254,9 +271,9 @@ INLINE void add_pairs(Ints (&totals)[M][NV], const Word* left, const uint8_t* ri
 #endif
 
 // Add the products of `count` words of M tokens with those of NV vectors of a panel.
-template <int BITS, int M, int NV, class Sums>
+template <int KIND, int M, int NV, class Sums>
 INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* right, long count) {
-    constexpr int PARTS = Factors<BITS>::PARTS;
+    constexpr int PARTS = Factors<KIND>::PARTS;
 #pragma GCC unroll 4
     for (long k = 0; k < count; k += PARTS, right += STEP) {
         fetch<NV>(right);
@@ -267,12 +284,12 @@ INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* righ
         for (int part = 0; part < PARTS; part++) {
             Words factors[NV];
 #pragma GCC unroll 8
-            for (int v = 0; v < NV; v++) factors[v] = Factors<BITS>::part(words[v], part);
+            for (int v = 0; v < NV; v++) factors[v] = Factors<KIND>::part(words[v], part);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
                 for (int v = 0; v < NV; v++) {
-                    sums[m][v] = Factors<BITS>::add(sums[m][v], factors[v], left[m * LEFT_STRIDE + k + part]);
+                    sums[m][v] = Factors<KIND>::add(sums[m][v], factors[v], left[m * LEFT_STRIDE + k + part]);
                     renew(sums[m][v]);
                 }
         }
@@ -280,30 +297,31 @@ INLINE void add_words(Sums (&sums)[M][NV], const Word* left, const uint8_t* righ
 }
 
 // The same, in 32 bits whatever the sums of few words have.
-template <int BITS, int M, int NV>
+template <int KIND, int M, int NV>
 INLINE void add_products(Ints (&totals)[M][NV], const Word* left, const uint8_t* right, long count) {
-    using Sums = typename Factors<BITS>::Sums;
+    using Sums = typename Factors<KIND>::Sums;
     if constexpr (std::is_same_v<Sums, Ints>) {
         long paired = 0;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-        if constexpr (M >= 4) add_pairs<BITS>(totals, left, right, paired = count / 2 * 2);
+        if constexpr (M >= 4) add_pairs<KIND>(totals, left, right, paired = count / 2 * 2);
 #endif
-        add_words<BITS>(totals, left + paired, right + paired / Factors<BITS>::PARTS * STEP, count - paired);
+        add_words<KIND>(totals, left + paired, right + paired / Factors<KIND>::PARTS * STEP, count - paired);
     } else {
-        constexpr int WORDS = Factors<BITS>::WORDS_OF_A_SUM;
+        constexpr int WORDS = Factors<KIND>::WORDS_OF_A_SUM;
         for (long k = 0; k < count; k += WORDS) {
             Sums sums[M][NV] = {};
-            add_words<BITS>(sums, left + k, right + k / Factors<BITS>::PARTS * STEP, WORDS);
+            add_words<KIND>(sums, left + k, right + k / Factors<KIND>::PARTS * STEP, WORDS);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-                for (int v = 0; v < NV; v++) totals[m][v] += Factors<BITS>::total(sums[m][v]);
+                for (int v = 0; v < NV; v++) totals[m][v] += Factors<KIND>::total(sums[m][v]);
         }
     }
 }
 
 // Add what a block contributes to the sums of M tokens with NV vectors of a panel, of which `vector` is the first. Their
 // input codes have the sums `codes` and the scales `inputs`.
+// codes: null where the zero has no share in the sums.
 template <bool IS_LONG, int M, int NV>
 INLINE void add_scaled(
     const Ints (&totals)[M][NV], const Scales& scales, long block, int vector, const float* codes, const float* inputs,
@@ -316,34 +334,67 @@ INLINE void add_scaled(
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             float* const at = sums + m * PANEL + v * LANES;
-            const Floats part = exact<IS_LONG>(totals[m][v], zero, codes[m]) * inputs[m];
+            const Floats whole =
+                codes ? exact<IS_LONG>(totals[m][v], zero, codes[m]) : __builtin_convertvector(totals[m][v], Floats);
+            const Floats part = whole * inputs[m];
             store(at, fused(part, scale, block ? load(at) : Floats{}));
         }
     }
 }
 
+// The same of a block of eight words whose sums start from words of their own.
+template <int KIND, int M, int NV>
+INLINE void add_small_block(
+    const Scales& scales, const Word* left, const uint8_t* right, long block, int vector, const float* starts,
+    const float* inputs, float* sums
+) {
+    typename Factors<KIND>::Sums pairs[M][NV];
+    Ints totals[M][NV];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+        Word start;
+        memcpy(&start, starts + m, sizeof start);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) pairs[m][v] = (typename Factors<KIND>::Sums)all(start);
+    }
+    add_words<KIND>(pairs, left, right, Factors<KIND>::WORDS_OF_A_SUM);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) totals[m][v] = Factors<KIND>::total(pairs[m][v]);
+    add_scaled<false>(totals, scales, block, vector, nullptr, inputs, sums);
+}
+
 // Go on with the sums [M][PANEL] of a tile of M tokens, of which `first` is the first in the chunk, over a stretch of a
 // panel. Of a weight with one block alone they are integers until its end.
-template <int BITS, int M>
+template <int KIND, int M>
 void multiply_tile(const Stretch& stretch, const Left& left, long first, float* sums) {
     constexpr int NV = TILE_VECTORS<M, ROWS>;
     const CodeWeight& weight = stretch.weight;
     const long start = stretch.start, count = stretch.count;
     const Word* const words = left.words + (first * blocks_of(weight.left_words()) + start / LEFT_WORDS * M) * LEFT_STRIDE;
-    const bool is_long = weight.blocks() == 1;
+    constexpr bool STARTS_BELOW = Factors<KIND>::STARTS_BELOW;
+    const bool is_long = weight.blocks() == 1 && !STARTS_BELOW;
     const long block_words = is_long ? count : weight.block / 4 * weight.spread();
     for (long k = 0; k < count; k += block_words) {
         const long block = (start + k) / block_words, place = block * left.tokens + first;
-        const uint8_t* const right = stretch.right + k / Factors<BITS>::PARTS * STEP;
+        const uint8_t* const right = stretch.right + k / Factors<KIND>::PARTS * STEP;
         for (int vector = 0; vector < VECTORS; vector += NV) {
             float* const at = sums + vector * LANES;
+            if constexpr (STARTS_BELOW) {
+                add_small_block<KIND, M, NV>(
+                    stretch.scales, words + k, right + vector * LANES * 4, block, vector, left.sums + place,
+                    left.scales + place, at
+                );
+                continue;
+            }
             Ints totals[M][NV] = {};
             if (is_long && start)
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
                     for (int v = 0; v < NV; v++) totals[m][v] = (Ints)load(at + m * PANEL + v * LANES);
-            add_products<BITS>(totals, words + k, right + vector * LANES * 4, block_words);
+            add_products<KIND>(totals, words + k, right + vector * LANES * 4, block_words);
             if (!is_long) {
                 add_scaled<false>(
                     totals, stretch.scales, block, vector, left.sums + place, left.scales + place, at
@@ -360,22 +411,22 @@ void multiply_tile(const Stretch& stretch, const Left& left, long first, float* 
     }
 }
 
-// multiply_tile<BITS, rows>, for 1 … ROWS rows.
-template <int BITS, int... M>
+// multiply_tile<KIND, rows>, for 1 … ROWS rows.
+template <int KIND, int... M>
 INLINE auto multiply_tile_of(int rows, std::integer_sequence<int, M...>) {
-    static constexpr decltype(&multiply_tile<BITS, 1>) functions[] = {multiply_tile<BITS, M + 1>...};
+    static constexpr decltype(&multiply_tile<KIND, 1>) functions[] = {multiply_tile<KIND, M + 1>...};
     return functions[rows - 1];
 }
 
 // The sums [tokens][PANEL] of a chunk's tiles with a panel, on vector units.
-template <int BITS>
+template <int KIND>
 void multiply_on_vectors(const CodeWeight& weight, const uint8_t* panel, const Left& left, const Parts& tiles, float* sums) {
     for (long start = 0; start < weight.left_words(); start += LEFT_WORDS) {
-        const uint8_t* const right = panel + start / Factors<BITS>::PARTS * STEP;
+        const uint8_t* const right = panel + start / Factors<KIND>::PARTS * STEP;
         const Stretch stretch{weight, Scales(weight, panel), right, start, min(weight.left_words() - start, LEFT_WORDS)};
         for (int tile = 0; tile < tiles.number; tile++) {
             const int first = tiles.first(tile);
-            const auto multiply = multiply_tile_of<BITS>(tiles.length(tile), std::make_integer_sequence<int, ROWS>());
+            const auto multiply = multiply_tile_of<KIND>(tiles.length(tile), std::make_integer_sequence<int, ROWS>());
             multiply(stretch, left, first, sums + first * PANEL);
         }
     }
@@ -384,14 +435,15 @@ void multiply_on_vectors(const CodeWeight& weight, const uint8_t* panel, const L
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
 constexpr bool HAS_TILES = true;
 
-// Words of codes of 8 bits from `count` words that have 4.
+// Words of codes of 8 bits from `count` words of a kind that has 4.
+template <int KIND>
 void expand(const uint8_t* codes, long count, Word* out) {
     for (long k = 0; k < count; k += 2, codes += STEP, out += 2 * PANEL) {
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             const Words words = load(reinterpret_cast<const Word*>(codes) + v * LANES);
-            store(out + v * LANES, words & 0x0F0F0F0Fu);
-            store(out + PANEL + v * LANES, words >> 4 & 0x0F0F0F0Fu);
+            store(out + v * LANES, Factors<KIND>::part(words, 0));
+            store(out + PANEL + v * LANES, Factors<KIND>::part(words, 1));
         }
     }
 }
@@ -501,7 +553,7 @@ void multiply_chunk(
         const long count = min(weight.words() - start, stretch);
         const uint8_t* const codes = panel + start * STEP * weight.bits / 8;
         const Word* right = reinterpret_cast<const Word*>(codes);
-        if (weight.bits == 4) expand(codes, count, expanded), right = expanded;
+        if (weight.bits == 4) (weight.is_float4 ? expand<FLOAT4> : expand<4>)(codes, count, expanded), right = expanded;
         for (int tile = 0; tile < tiles.number; tile++) {
             const long first = tiles.first(tile);
             const int rows = tiles.length(tile);
@@ -535,7 +587,8 @@ void apply_panel(
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
     if (registers) multiply_chunk(*registers, weight, at, left, tiles, sums);
 #endif
-    if (!registers) (weight.bits == 8 ? multiply_on_vectors<8> : multiply_on_vectors<4>)(weight, at, left, tiles, sums);
+    const auto on_vectors = weight.is_float4 ? multiply_on_vectors<FLOAT4> : multiply_on_vectors<4>;
+    if (!registers) (weight.bits == 8 ? multiply_on_vectors<8> : on_vectors)(weight, at, left, tiles, sums);
     for (int tile = 0; tile < tiles.number; tile++) {
         const int row = tiles.first(tile), rows = tiles.length(tile);
         FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums + row * PANEL);
@@ -577,18 +630,21 @@ void linear(
     on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
 }
 
-// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; out: [T, F].
+// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; biases: [experts, rows of the
+// weight] or null; out: [T, F].
 template <class E>
 void grouped(
-    const CodeWeight* const* experts, long count, const int32_t* ends, const E* x, E* out, int activation, int threads
+    const CodeWeight* const* experts, long count, const int32_t* ends, const E* x, const E* biases, E* out, int activation,
+    int threads
 ) {
     for (long expert = 0, first = 0; expert < count; first = ends[expert++]) {
         const CodeWeight* weight = experts[expert];
         const E* const none = nullptr;
+        const E* const bias = biases ? biases + expert * weight->outputs * (1 + weight->is_gated) : none;
         const long tokens = ends[expert] - first;
         if (!tokens) continue;
         linear<E, E>(
-            weight, x + first * weight->inputs, tokens, nullptr, none, none, out + first * weight->outputs, activation,
+            weight, x + first * weight->inputs, tokens, nullptr, bias, none, out + first * weight->outputs, activation,
             threads
         );
     }
@@ -764,7 +820,8 @@ INLINE void unpack_word(
     for (int i = 0; i < 4; i++) {
         const long input = weight.order ? weight.order[slot + i] : slot + i;
         if (input < 0 || input >= weight.inputs) continue;
-        out[input] = from_float<E>(float((codes[i] >> shift & mask) - zero) * scale);
+        const int code = codes[i] >> shift & mask;
+        out[input] = from_float<E>(float((weight.is_float4 ? FLOAT4_FACTORS[code] : code) - zero) * scale);
     }
 }
 

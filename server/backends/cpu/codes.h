@@ -1,10 +1,36 @@
 // Products of small integers: codes of weights, which are unsigned, with codes of inputs, which are signed.
 //
-// A word of a panel holds four codes of 8 bits, or eight of 4. Sums are exact, so neither their order nor the instructions
+// A word of a panel holds four codes of 8 bits, or eight of 4. Those of float4 (E2M1) stand for 0, 1/2, 1, 3/2, 2, 3, 4
+// and 6 with either sign: what is multiplied is twice that, raised so that it has no sign. Sums are exact, so neither their order nor the instructions
 // that compute them show in a result.
 #pragma once
 
 #include "vector.h"
+
+constexpr int RAISED = 12;
+alignas(16) constexpr uint8_t FLOAT4_FACTORS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// What is multiplied of float4, of codes that fill a byte each.
+INLINE Words look_up_float4(Words codes) {
+#if defined(__AVX512BW__)
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(FLOAT4_FACTORS));
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(FLOAT4_FACTORS));
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+#elif defined(__aarch64__)
+    return (Words)vqtbl1q_u8(vld1q_u8(FLOAT4_FACTORS), (uint8x16_t)codes);
+#else
+    uint8_t bytes[sizeof(Words)];
+    memcpy(bytes, &codes, sizeof codes);
+    for (uint8_t& byte : bytes) byte = FLOAT4_FACTORS[byte];
+    memcpy(&codes, bytes, sizeof codes);
+    return codes;
+#endif
+}
+
+// Kinds of codes: their bits, or float4, which are 4.
+constexpr int FLOAT4 = 3;
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
@@ -19,13 +45,14 @@ INLINE Shorts multiply_bytes(Words a, Words b) { return (Shorts)_mm256_maddubs_e
 INLINE Ints multiply_shorts(Words a, Words b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 #endif
 
-// How codes of BITS bits are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
-template <int BITS>
+// How codes of a kind are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
+template <int KIND>
 struct Factors;
 
 // Eight words' sums of pairs, of at most 2 * 15 * 128, have room in 16 bits.
 template <>
 struct Factors<4> {
+    static constexpr bool STARTS_BELOW = false;
     typedef int8_t Input;
     typedef Shorts Sums;
     static constexpr int PARTS = 2, WORDS_OF_A_SUM = 8;
@@ -37,6 +64,7 @@ struct Factors<4> {
 // Pairs of bytes would be too large for 16 bits, so the factors have 16 bits: the first and third slot, then the others.
 template <>
 struct Factors<8> {
+    static constexpr bool STARTS_BELOW = false;
     typedef int16_t Input;
     typedef Ints Sums;
     static constexpr int PARTS = 2;
@@ -83,9 +111,10 @@ INLINE Ints dot_small_codes(Ints sum, Words weights, Word inputs) {
 #endif
 }
 
-// How codes of BITS bits are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
+// How codes of a kind are multiplied: a vector of a panel becomes PARTS vectors, each for a word of inputs of its own.
 template <int BITS>
 struct Factors {
+    static constexpr bool STARTS_BELOW = false;
     typedef int8_t Input;
     typedef Ints Sums;
     static constexpr int PARTS = 8 / BITS;
@@ -97,6 +126,16 @@ struct Factors {
     }
 };
 #endif
+
+// In 16 bits, a block's sums start so far below 0 as raising factors adds to them: eight words' sums of pairs of products
+// that are not raised, of at most 2 * 12 * 128, have room there, and what overflows on the way comes back.
+template <>
+struct Factors<FLOAT4> : Factors<4> {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+    static constexpr bool STARTS_BELOW = true;
+#endif
+    static INLINE Words part(Words codes, int number) { return look_up_float4(Factors<4>::part(codes, number)); }
+};
 
 // The nearest integers, ties to even, from -128 to 127.
 INLINE Ints nearest_codes(Floats x) {

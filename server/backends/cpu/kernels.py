@@ -82,7 +82,7 @@ class Kernels:
             torch.float32: self.linear[torch.float32],
             torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppii"),
         }
-        self.grouped = self._by_dtype("grouped", "plpppii")
+        self.grouped = self._by_dtype("grouped", "plppppii")
         self.pack_levels = self._function("pack_levels", "ppppi")
         self.unpack_levels = self._by_dtype("unpack_levels", "pplpi")
         self.pack_codes = self._function("pack_codes", "ppi")
@@ -94,7 +94,11 @@ class Kernels:
             torch.float32: self.linear_codes[torch.float32],
             torch.bfloat16: self._function("linear_codes_bf16_to_f32", "pplppppii"),
         }
-        self.grouped_codes = self._by_dtype("grouped_codes", "plpppii")
+        self.grouped_codes = self._by_dtype("grouped_codes", "plppppii")
+        self.choose_experts = self._function("choose_experts", "pliiippi")
+        self.sort_pairs = self._function("sort_pairs", "pliippp")
+        self.gather_rows = self._by_dtype("gather_rows", "ppplli")
+        self.weigh_rows = self._by_dtype("weigh_rows", "pppplili")
         self.norm = self._by_dtype("norm", "ppppppli")
         self.gate = self._by_dtype("gate", "ppllii")
         self.rotate = self._by_dtype("rotate", "plppllllii")

@@ -29,6 +29,7 @@ ACTIVATIONS: dict[Activation | None, int] = {
     Activation.GELU_TANH: 2,
     Activation.RELU: 3,
     Activation.SILU: 4,
+    Activation.CLAMPED_SWIGLU: 5,
 }
 LINE = 64  # bytes of a cache's line, of which a panel of codes has whole ones
 PANEL_ROWS = 32  # rows of the weight that are stored together; the last panel is filled up with zeros
@@ -248,7 +249,9 @@ class KernelExperts:
         for expert in self._experts:
             expert.moved()
 
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         x = x if x.is_contiguous() else x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
         self._experts[0].grouped(
@@ -256,6 +259,7 @@ class KernelExperts:
             len(self._experts),
             ends.data_ptr(),
             x.data_ptr(),
+            address_of(bias),
             out.data_ptr(),
             ACTIVATIONS[activation],
             torch.get_num_threads(),

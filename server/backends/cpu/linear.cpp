@@ -335,17 +335,20 @@ void linear(
     on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
 }
 
-// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; out: [T, F].
+// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; biases: [experts, rows of the
+// weight] or null; out: [T, F].
 template <class E>
 void grouped(
-    const Weight* const* experts, long count, const int32_t* ends, const E* x, E* out, int activation, int threads
+    const Weight* const* experts, long count, const int32_t* ends, const E* x, const E* biases, E* out, int activation,
+    int threads
 ) {
     for (long expert = 0, first = 0; expert < count; first = ends[expert++]) {
         const Weight* weight = experts[expert];
         const E* const none = nullptr;
+        const E* const bias = biases ? biases + expert * weight->outputs * (1 + weight->is_gated) : none;
         const long tokens = ends[expert] - first;
         if (!tokens) continue;
-        linear<E, E>(weight, x + first * weight->inputs, tokens, none, none, out + first * weight->outputs, activation, threads);
+        linear<E, E>(weight, x + first * weight->inputs, tokens, bias, none, out + first * weight->outputs, activation, threads);
     }
 }
 

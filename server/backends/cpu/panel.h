@@ -60,8 +60,11 @@ void finish_tile(const Layer& layer, long panel, long first, long rows, const fl
         if (layer.residual) __builtin_prefetch(layer.residual + ahead);
         for (int v = 0; v < vectors; v++) {
             const long place = start + v * LANES, count = width - column - v * LANES;
-            Floats y = activate<KIND>(load(sums + v * LANES) + bias[v]);
-            if (weight.is_gated) y *= load(sums + PANEL / 2 + v * LANES) + up_bias[v];
+            Floats y = load(sums + v * LANES) + bias[v];
+            if (weight.is_gated)
+                y = gated<KIND>(y, load(sums + PANEL / 2 + v * LANES) + up_bias[v]);
+            else
+                y = activate<KIND>(y);
             if (layer.residual) y += load_part(layer.residual + place, count);
             store_part(layer.out + place, y, count);
         }
@@ -72,5 +75,5 @@ void finish_tile(const Layer& layer, long panel, long first, long rows, const fl
 template <class Layer>
 constexpr decltype(&finish_tile<NONE, Layer>) FINISH[] = {
     finish_tile<NONE, Layer>, finish_tile<GELU, Layer>, finish_tile<GELU_TANH, Layer>,
-    finish_tile<RELU, Layer>, finish_tile<SILU, Layer>,
+    finish_tile<RELU, Layer>, finish_tile<SILU, Layer>, finish_tile<CLAMPED_SWIGLU, Layer>,
 };

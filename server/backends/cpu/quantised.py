@@ -5,7 +5,9 @@ a checkpoint wants that, it is done as it says, with one scale for each token. W
 formats of 4 bits do, each block of at most 128 inputs of a token has a scale of its own; `arranged` says which. That is
 only done to bfloat16: float32 is for comparisons. A result is bit for bit the same whatever else is in the step.
 
-`LevelFormat`: what is left, which is tables of levels (NF4, FP4), float8, zeros that are no codes, inputs whose
+float4 (E2M1) with 32 inputs to a scale, as MXFP4 has, is such a format: twice its levels are integers.
+
+`LevelFormat`: what is left, which is other tables of levels (NF4, FP4), float8, zeros that are no codes, inputs whose
 rounding has a zero of its own, and float32. A stretch of a panel becomes the words of a dense one in the cache
 (`expand` in `linear.cpp`), and is multiplied as that is: results are bit for bit those of the dense layer with the same
 numbers in the same dtype. It is the slower form. Where a checkpoint wants inputs rounded too, they are rounded before
@@ -31,9 +33,12 @@ from server.backends.cpu.memory import Arena
 from server.backends.protocol import Maximum
 from server.backends.reference.quantised import InputRounding
 from server.quantisation.packing import WORD_BITS, PackedCodes
-from server.quantisation.rounding import scale_of
-from server.quantisation.sizes import slots_of
+from server.quantisation.rounding import float4_levels, scale_of
+from server.quantisation.sizes import BLOCKS, slots_of
 from server.quantisation.stored import QuantisedWeight
+
+FLOAT32_LEAST = 2.0**-126  # what is smaller counts as 0 among scales that are powers of 2
+RAISED = 12  # of codes.h
 
 
 class _CodeWeight(ctypes.Structure):
@@ -48,6 +53,7 @@ class _CodeWeight(ctypes.Structure):
         ("inputs", ctypes.c_long),
         ("slots", ctypes.c_long),
         ("bits", ctypes.c_long),
+        ("is_float4", ctypes.c_long),
         ("block", ctypes.c_long),
         ("is_by_token", ctypes.c_long),
         ("scale_bytes", ctypes.c_long),
@@ -98,7 +104,9 @@ class Arranged:
 
 def takes(weight: QuantisedWeight, dtype: torch.dtype, *, rounds_inputs: bool = True) -> bool:
     """Whether the kernels can compute with this weight. rounds_inputs: also where the checkpoint leaves them alone."""
-    if weight.levels is not None or weight.held.dtype not in (torch.uint8, torch.int8):
+    if weight.held.dtype not in (torch.uint8, torch.int8):
+        return False
+    if weight.levels is not None and not (_is_float4(weight) and int(weight.groups.bincount().max()) == BLOCKS[-1]):
         return False
     if weight.zero is not None and not _are_codes(weight.zero + _raise(weight)):
         return False
@@ -120,12 +128,15 @@ def arranged(weight: QuantisedWeight) -> Arranged:
     else:
         order, of_block, block = _slots(weight.groups)
     zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+    scale = weight.scale
+    if weight.levels is not None:
+        scale, raised = scale / 2, RAISED  # twice what codes stand for, raised, is multiplied
     is_plain = torch.equal(order[:width], torch.arange(width)) and bool((order[width:] < 0).all())
     return Arranged(
         weight=weight,
         bits=bits,
         slots=len(order),
-        scale=weight.scale[:, of_block].contiguous(),
+        scale=scale[:, of_block].contiguous(),
         zero=(zero[:, of_block] + raised).contiguous(),
         order=None if is_plain else order.int(),
         block=block,
@@ -152,6 +163,21 @@ def _raise(weight: QuantisedWeight) -> int:
     return 128 if weight.held.dtype == torch.int8 else 0
 
 
+def _is_float4(weight: QuantisedWeight) -> bool:
+    """Whether the levels are those of float4, and no zero is taken from them."""
+    levels = weight.levels
+    return levels is not None and weight.zero is None and torch.equal(levels, float4_levels().to(levels.device))
+
+
+def _stored_scales(scale: Tensor) -> Tensor:
+    """The same as a kernel reads them: exponents where all are powers of 2, or float16 if that holds them all."""
+    fraction, exponent = torch.frexp(scale)
+    exponents = torch.where(scale < FLOAT32_LEAST, 0, exponent + 126)
+    if bool(((fraction == 0.5) | (exponents == 0)).all()) and not bool((scale < 0).any()):
+        return exponents.to(torch.uint8)
+    return scale.half() if torch.equal(scale.half().float(), scale) else scale
+
+
 def _are_codes(zero: Tensor) -> bool:
     return bool(((zero == zero.round()) & (zero >= 0) & (zero <= 255)).all())
 
@@ -176,7 +202,7 @@ class CodeFormat(PanelFormat):
         rows, inputs = weight.shape
         self.dtype, self.inputs, self.outputs = dtype, inputs, rows // 2 if is_gated else rows
         laid = arranged(weight)
-        scales = laid.scale.half() if torch.equal(laid.scale.half().float(), laid.scale) else laid.scale
+        scales = _stored_scales(laid.scale)
         first = int(laid.zero[0, 0])
         zeros = None if bool((laid.zero == first).all()) else laid.zero.to(torch.uint8)
         self._order = laid.order
@@ -194,6 +220,7 @@ class CodeFormat(PanelFormat):
             inputs,
             slots,
             laid.bits,
+            weight.levels is not None,
             laid.block,
             laid.is_by_token,
             scales.itemsize,

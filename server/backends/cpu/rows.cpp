@@ -9,17 +9,6 @@
 
 namespace {
 
-// Elements that are worth a second thread: waking it takes as long as going through so many.
-constexpr long THREAD_ELEMENTS = 16384;
-
-template <class Body>
-void on_rows(int threads, long rows, long width, const Body& body) {
-    on_threads(threads, rows, max(THREAD_ELEMENTS / width, 1L), [&](Queue& queue) {
-        for (long row, stop; queue.take(row, stop);)
-            for (; row < stop; row++) body(row);
-    });
-}
-
 // body(i, count) for every vector of a row: its first element, and how many elements there are from it on.
 template <class Body>
 INLINE void each_vector(long width, const Body& body) {
@@ -87,8 +76,8 @@ void gate_rows(const E* x, E* out, long tokens, long width, int threads) {
     on_rows(threads, tokens, width, [&](long row) {
         const E* gates = x + row * 2 * width;
         each_vector(width, [&](long i, long count) {
-            const Floats gated = activate<KIND>(load_part(gates + i, count)) * load_part(gates + width + i, count);
-            store_part(out + row * width + i, gated, count);
+            const Floats y = gated<KIND>(load_part(gates + i, count), load_part(gates + width + i, count));
+            store_part(out + row * width + i, y, count);
         });
     });
 }
@@ -96,7 +85,8 @@ void gate_rows(const E* x, E* out, long tokens, long width, int threads) {
 // By Activation.
 template <class E>
 constexpr decltype(&gate_rows<NONE, E>) GATES[NUM_ACTIVATIONS] = {
-    gate_rows<NONE, E>, gate_rows<GELU, E>, gate_rows<GELU_TANH, E>, gate_rows<RELU, E>, gate_rows<SILU, E>,
+    gate_rows<NONE, E>, gate_rows<GELU, E>, gate_rows<GELU_TANH, E>,      gate_rows<RELU, E>,
+    gate_rows<SILU, E>, gate_rows<CLAMPED_SWIGLU, E>,
 };
 
 // out [T, F] = activation(x[:, :F]) * x[:, F:], x [T, 2 F].

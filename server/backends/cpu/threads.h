@@ -183,3 +183,15 @@ class Workspace {
     void* memory_ = nullptr;
     size_t size_ = 0;
 };
+
+// Elements that are worth a second thread: waking it takes as long as going through so many.
+constexpr long THREAD_ELEMENTS = 16384;
+
+// Run body(row) for rows of `width` elements.
+template <class Body>
+void on_rows(int threads, long rows, long width, const Body& body) {
+    on_threads(threads, rows, max(THREAD_ELEMENTS / width, 1L), [&](Queue& queue) {
+        for (long row, stop; queue.take(row, stop);)
+            for (; row < stop; row++) body(row);
+    });
+}

@@ -20,7 +20,7 @@ Shapes: T tokens, D model width, F local width of the mlp, N local heads, K loca
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import triton
@@ -228,7 +228,35 @@ def _gelu_tanh(x):
     return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
-ACTIVATIONS = {Activation.GELU: _gelu, Activation.GELU_TANH: _gelu_tanh, Activation.RELU: _relu, Activation.SILU: _silu}
+@triton.jit
+def _clamped_swish(x):
+    x = tl.minimum(x, 7.0)
+    return x * tl.sigmoid(1.702 * x)
+
+
+@triton.jit
+def _clamped_up(x):
+    return tl.minimum(tl.maximum(x, -7.0), 7.0) + 1.0
+
+
+@triton.jit
+def _same(x):
+    return x
+
+
+ACTIVATIONS = {
+    Activation.GELU: _gelu,
+    Activation.GELU_TANH: _gelu_tanh,
+    Activation.RELU: _relu,
+    Activation.SILU: _silu,
+    Activation.CLAMPED_SWIGLU: _clamped_swish,
+}
+
+
+def activation_constants(activation: Activation | None) -> dict[str, Any]:
+    """What a kernel is compiled for: the function of a gate, or of all outputs, and that of the other half."""
+    other_half = _clamped_up if activation is Activation.CLAMPED_SWIGLU else _same
+    return {"ACTIVATION": None if activation is None else ACTIVATIONS[activation], "UP": other_half}
 
 
 def fused_gate(activation: Activation, gate_up: Tensor) -> Tensor:
@@ -237,12 +265,12 @@ def fused_gate(activation: Activation, gate_up: Tensor) -> Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, width)
     grid = (tokens, triton.cdiv(width, TILE_ELEMENTS))
-    _gate[grid](gate_up, out, WIDTH=width, TILE=TILE_ELEMENTS, ACTIVATION=ACTIVATIONS[activation])
+    _gate[grid](gate_up, out, WIDTH=width, TILE=TILE_ELEMENTS, **activation_constants(activation))
     return out
 
 
 @triton.jit
-def _gate(gate_up, out, WIDTH: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr):
+def _gate(gate_up, out, WIDTH: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr, UP: tl.constexpr):
     """One tile of one row."""
     token = tl.program_id(0).to(tl.int64)
     features = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -250,4 +278,4 @@ def _gate(gate_up, out, WIDTH: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.
     source = gate_up + token * (2 * WIDTH) + features
     gate = tl.load(source, mask=real, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + token * WIDTH + features, (ACTIVATION(gate) * up).to(out.dtype.element_ty), mask=real)
+    tl.store(out + token * WIDTH + features, (ACTIVATION(gate) * UP(up)).to(out.dtype.element_ty), mask=real)

@@ -183,14 +183,16 @@ class CudaGrouped(GroupedDense):
         # Of older GPUs torch reads on the host where each expert's tokens end, which no graph can hold.
         self._has_grouped_mm = self._weights.dtype == torch.bfloat16 and products.has_grouped_mm
 
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         if self._has_grouped_mm and len(x) > ROWS_PER_EXPERT * len(ends):
-            return super().__call__(x, ends, activation)
+            return super().__call__(x, ends, activation, bias)
         x = F.pad(x, (0, self._padding)) if self._padding else x
         return multiply_rows(
             x,
             self._weights.transpose(1, 2),
-            Epilogue(activation=activation),
+            Epilogue(bias, activation),
             self._products.workspace(x.device),
             is_gated=self._gate is not None,
             ends=ends,

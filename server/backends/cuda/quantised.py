@@ -241,14 +241,16 @@ class CudaGroupedQuantised:
     def moved(self) -> None:
         """Nothing but the tensors knows where they are."""
 
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
-        """x [T, D] → activation(x @ weightᵀ) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1."""
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1."""
         taken, scale = self._inputs(x, ends)
         is_gated = self._is_gated and len(x) < UNGATED_ROWS * len(ends)
         y = multiply_packed(
             taken,
             self._weights,
-            Epilogue(activation=None if self._is_gated and not is_gated else activation),
+            Epilogue(bias, None if self._is_gated and not is_gated else activation),
             self._products.workspace(x.device),
             is_gated=is_gated,
             dtype=x.dtype,

@@ -59,7 +59,7 @@ class StockAttention(StoringAttention):
 
 
 class ReferenceAttention(StockAttention):
-    """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
+    """Softmax attention over the paged cache, with biases, sinks, windows, capped scores and shared kv heads."""
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         return torch.cat([self._one(q, kv, meta, s, window) for s in range(len(meta.context_lengths))])
@@ -74,7 +74,7 @@ class ReferenceAttention(StockAttention):
             scores = self._scores.cap * torch.tanh(scores / self._scores.cap)
         if (bias := _score_bias(self._scores, distance)) is not None:
             scores = scores + bias
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        weights = _weights(self._scores, scores.masked_fill(hidden, float("-inf")))
         return torch.einsum("hnl,lhd->nhd", weights, v).to(q.dtype)
 
     def _context(self, kv: Tensor, meta: StepMeta, s: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class BatchedAttention(StockAttention):
         queries = q[first:last].view(last - first, kv_heads, -1, head_dim)  # [G, K, g, H]
         raw = (queries @ k.transpose(2, 3)).float()  # [G, K, g, L]
         scores = self._finish(raw.flatten(1, 2).transpose(0, 1), *distances(meta, slice(first, last), length, window))
-        weights = scores.transpose(0, 1).unflatten(1, (kv_heads, -1)).softmax(dim=-1)
+        weights = _weights(self._scores, scores).transpose(0, 1).unflatten(1, (kv_heads, -1))
         return (weights.to(q.dtype) @ v).view(last - first, -1, head_dim)
 
     def _chunk(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
@@ -120,10 +120,10 @@ class BatchedAttention(StockAttention):
         k, v = self._gather(q, kv, meta.block_tables[s : s + 1], meta.context_lengths[s])  # [1, K, L, H]
         queries = q[start:stop].transpose(0, 1)  # [N, n, H]
         distance, hidden = distances(meta, slice(start, stop), k.shape[2], window)  # [n, L]
-        if self._scores.cap:  # the fused operator has no cap
+        if self._scores.cap or self._scores.sinks is not None:  # which the fused operator has not
             grouped = queries.view(k.shape[1], -1, *queries.shape[1:])  # [K, g, n, H]
             raw = (grouped @ k[0].transpose(1, 2).unsqueeze(1)).float()  # [K, g, n, L]
-            weights = self._finish(raw.flatten(0, 1), distance, hidden).softmax(dim=-1).view(raw.shape)
+            weights = _weights(self._scores, self._finish(raw.flatten(0, 1), distance, hidden)).view(raw.shape)
             out = (weights.to(q.dtype) @ v[0].unsqueeze(1)).flatten(0, 1)
         else:
             out = self._fused(queries, k, v, distance, hidden)
@@ -199,6 +199,14 @@ def _score_bias(scores: Scores, distance: Tensor) -> Tensor | None:
         reach = scores.bias.shape[1] // 2
         return scores.bias[:, distance.clamp(-reach, reach) + reach]
     return None
+
+
+def _weights(scores: Scores, finished: Tensor) -> Tensor:
+    """The softmax [N, n, L] of finished scores, of which a sink takes its share."""
+    if scores.sinks is None:
+        return finished.softmax(dim=-1)
+    sinks = scores.sinks.view(-1, 1, 1).expand(*finished.shape[:2], 1)
+    return torch.cat([finished, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _groups(meta: StepMeta) -> Iterator[tuple[int, int]]:

@@ -24,11 +24,20 @@ from server.arch.spec import Activation
 from server.backends.device import alone
 from server.backends.protocol import LinearFormat, Norm
 
+SIGMOID_SCALE, LIMIT = 1.702, 7.0  # of `Activation.CLAMPED_SWIGLU`
+
+
+def _clamped_swish(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=LIMIT)
+    return gate * torch.sigmoid(SIGMOID_SCALE * gate)
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU: F.relu,
     Activation.SILU: F.silu,
+    Activation.CLAMPED_SWIGLU: _clamped_swish,
 }
 
 # activation, [gate | up] [T, 2 F] → activation(gate) * up, [T, F].
@@ -38,6 +47,8 @@ Gate = Callable[[Activation, Tensor], Tensor]
 def stock_gate(activation: Activation, gate_up: Tensor) -> Tensor:
     """A `Gate` of three operators."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if activation is Activation.CLAMPED_SWIGLU:
+        up = up.clamp(-LIMIT, LIMIT) + 1
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -168,6 +179,9 @@ class StockRoutes:
     weights: Tensor  # [T, k], in the tokens' dtype
     order: Tensor  # [T * k] which pair of a token and an expert stands at each place
 
+    def spread(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.tokens)
+
     def combine(self, y: Tensor) -> Tensor:
         pairs = torch.empty_like(y).index_copy_(0, self.order, y).view(*self.weights.shape, -1)
         return (pairs * self.weights.unsqueeze(2)).sum(dim=1)
@@ -181,14 +195,14 @@ class StockRouting:
     top_k: int
     renormalise: bool
 
-    def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = router.finest(x, None).float().softmax(dim=-1).topk(self.top_k, dim=-1)
+    def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        weights, chosen = router.finest(x, bias).float().softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
 
-    def __call__(self, router: LinearFormat, x: Tensor) -> StockRoutes:
-        weights, chosen = self.choose(router, x)
+    def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> StockRoutes:
+        weights, chosen = self.choose(router, x, bias)
         sorted_experts, order = chosen.flatten().sort(stable=True)  # of the T * k pairs of a token and an expert
         ends = torch.searchsorted(sorted_experts, self.expert_ids, right=True, out_int32=True)
         return StockRoutes(order // self.top_k, ends, weights, order)
@@ -223,9 +237,14 @@ class GroupedDense:
     def moved(self) -> None:
         """Nothing but the tensor knows where it is."""
 
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         x = F.pad(x, (0, self._padding)) if self._padding else x
-        return activated(F.grouped_mm(x, self._weights, offs=ends), activation, self._gate)
+        y = F.grouped_mm(x, self._weights, offs=ends)
+        if bias is not None:
+            y = y + bias[torch.searchsorted(ends, torch.arange(len(y), device=ends.device), right=True)]
+        return activated(y, activation, self._gate)
 
 
 class LoopedExperts:
@@ -246,11 +265,14 @@ class LoopedExperts:
         for expert in self._experts:
             expert.moved()
 
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         bounds = pairwise([0, *ends.tolist()])  # the one wait for the device
+        biases = [None] * len(self._experts) if bias is None else bias
         parts = [
-            expert(x[start:stop], None, activation)
-            for expert, (start, stop) in zip(self._experts, bounds, strict=True)
+            expert(x[start:stop], own, activation)
+            for expert, own, (start, stop) in zip(self._experts, biases, bounds, strict=True)
             if stop > start
         ]
         return torch.cat(parts)

@@ -13,6 +13,7 @@ from server.checkpoint.formats.bitsandbytes import BitsAndBytesFormat
 from server.checkpoint.formats.compressed import CompressedFormat
 from server.checkpoint.formats.float8 import Float8Format
 from server.checkpoint.formats.gptq import GptqFormat
+from server.checkpoint.formats.mxfp4 import Mxfp4Format
 from server.checkpoint.formats.protocol import Format, FormatError
 from server.checkpoint.formats.quark import QuarkFormat
 from server.checkpoint.formats.torchao import TorchaoFormat
@@ -31,6 +32,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any], Budget], Format]] = {
     "fp8": Float8Format,
     "fbgemm_fp8": Float8Format,
     "bitsandbytes": BitsAndBytesFormat,
+    "mxfp4": Mxfp4Format,
     "quark": QuarkFormat,
     "torchao": TorchaoFormat,
 }
@@ -46,7 +48,7 @@ OTHERS_OF_INTEGERS = (
 # What else is known by name -> what to use in its place.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(OTHERS_OF_INTEGERS, USE_GPTQ),
-    **dict.fromkeys(("fp_quant", "mxfp4", "nvfp4"), USE_FP8),
+    **dict.fromkeys(("fp_quant", "nvfp4"), USE_FP8),
     "quanto": f"{PUBLISHED} int8 or int4",
     "hqq": f"{PUBLISHED} int4",
     "eetq": f"{PUBLISHED} eetq",

@@ -53,6 +53,7 @@ from server.quantisation import exclusions
 from server.quantisation.configs import AGAIN, Budget, block_size, compiled, group_size, shown, strategy_of, strings
 from server.quantisation.exclusions import CLASSES, ends
 from server.quantisation.packing import Codes, packed_inputs, unpack, words_of
+from server.quantisation.rounding import float4_levels
 from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 FLOAT8 = torch.float8_e4m3fn
@@ -76,7 +77,6 @@ OF_DYNAMIC_INPUTS = ("token", "group")
 STRATEGIES = ("tensor", "channel", "group", "block")
 OF_WEIGHTS = ("weight_input", "weight_output")  # locations of rotations
 EXPONENT_BIAS = 127  # of exponents in a byte
-FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # its numbers from 0 on, by code
 
 
 @dataclass(frozen=True)
@@ -384,18 +384,18 @@ def _inputs(tensors: Tensors, scheme: Scheme) -> RoundedInputs | None:
     return RoundedInputs(dtype, scale=read_above_0(tensors, "input_scale"), zero=zero)
 
 
-def float4_levels() -> Tensor:
-    """[16] float32 by code."""
-    return torch.tensor([*FLOAT4, *(-number for number in FLOAT4)])
-
-
 def float4_codes(tensors: Tensors, suffix: str, part: Part) -> Tensor:
     """Codes [rows, columns] uint8 of a tensor [F, D / 2] of bytes. Raises CheckpointError."""
     outputs, inputs = part.size
     (first, last), inside = covering(part.columns, 2, inputs)
     shape = (outputs, -(-inputs // 2))
     pairs = tensors.read_box(suffix, shape, (torch.uint8,), part.rows, [(first // 2, -(-last // 2))])
-    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)[:, inside].contiguous()
+    return of_pairs(pairs)[:, inside].contiguous()
+
+
+def of_pairs(pairs: Tensor) -> Tensor:
+    """Codes [F, 2 n] of bytes [F, n], the former of two in the lower bits."""
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
 
 def of_exponents(exponents: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.formats.awq import PACKED, PLACES, packed_outputs
-from server.checkpoint.formats.compressed import float4_codes, float4_levels, of_exponents
+from server.checkpoint.formats.compressed import float4_codes, of_exponents
 from server.checkpoint.formats.float8 import FLOAT8, read_above_0, read_scalar, scale_of_rows
 from server.checkpoint.formats.protocol import (
     FLOATS,
@@ -44,6 +44,7 @@ from server.quantisation import exclusions
 from server.quantisation.configs import Budget, shown
 from server.quantisation.packing import Codes, PackedCodes, unpack_rows, unpacked
 from server.quantisation.quark import Layers, Scheme
+from server.quantisation.rounding import float4_levels
 from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
 RAISED = 8  # of signed codes of 4 bits

@@ -98,6 +98,11 @@ def test_the_field_and_what_it_must_be_are_named(fields: dict[str, Any], sentenc
             families.has(fields)
 
 
+def test_gates_that_are_clamped_otherwise_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"swiglu_limit 5.0, and 7.0 is served"):
+        families.find(config_of("gpt_oss") | {"swiglu_limit": 5.0})
+
+
 def nested(depth: int, *, in_lists: bool) -> Any:
     value: Any = []
     for _ in range(depth):

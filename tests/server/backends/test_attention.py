@@ -57,6 +57,7 @@ SCORES = {
     "alibi": Scores(0.3, tuple(alibi_slopes(8, Alibi()))),
     "cap": Scores(0.3, cap=2.0),
     "alibi and cap": Scores(0.3, tuple(alibi_slopes(8, Alibi())), 2.0),
+    "sinks": Scores(0.3, sinks=torch.linspace(-3, 5, 8)),
 }
 
 
@@ -97,6 +98,16 @@ def test_a_nearer_key_wins_where_contents_are_equal() -> None:
     steep = ReferenceAttention(Scores(1.0, (5.0,))).attend(torch.zeros(1, 1, 1), kv, meta, 0)
     assert 0.25 == pytest.approx(flat.item())
     assert steep.item() > 0.99
+
+
+def test_a_sink_takes_its_share_of_the_weights() -> None:
+    meta = step_of([(4, 1)], 2, seed=0)
+    kv = torch.zeros(2, 2, 1, BLOCK_SIZE, 1)
+    kv[1] = 1.0
+    sink = torch.tensor([4.0]).log()  # as much as the four keys, whose scores are 0
+    assert 0.5 == pytest.approx(
+        ReferenceAttention(Scores(1.0, sinks=sink)).attend(torch.zeros(1, 1, 1), kv, meta, 0).item()
+    )
 
 
 def test_a_window_hides_what_is_before_it() -> None:

@@ -17,6 +17,7 @@ from server.backends.reference import ReferenceBackend
 from server.layers.mlp import MoeMlp
 from server.quantisation.rounding import int8_rows
 from server.quantisation.stored import Quantise
+from tests.combinations import all_pairs
 
 EXPERTS, WIDTH, INNER, TOP_K = 5, 48, 32, 2
 MakeBackend = Callable[[torch.dtype], Backend]
@@ -35,7 +36,18 @@ def random(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def mixture(backend: Backend, dtype: torch.dtype, quantise: Quantise | None = None) -> MoeMlp:
+BIASES = {
+    "router_bias": random(EXPERTS, seed=11),
+    "up_bias": random(EXPERTS, 2 * INNER, seed=12),
+    "down_bias": random(EXPERTS, WIDTH, seed=13),
+}
+
+
+def mixture(
+    backend: Backend, dtype: torch.dtype, quantise: Quantise | None = None, activation: Activation = Activation.SILU
+) -> MoeMlp:
+    """With biases where the gate is clamped, as gpt-oss has them."""
+    biases = {name: bias.to(dtype) for name, bias in BIASES.items()} if activation is not Activation.SILU else {}
     up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
     stored = [up.to(dtype), down.to(dtype)] if quantise is None else [map(quantise, up), map(quantise, down)]
     return MoeMlp(
@@ -43,7 +55,8 @@ def mixture(backend: Backend, dtype: torch.dtype, quantise: Quantise | None = No
         routing=backend.routing(EXPERTS, TOP_K, renormalise=True),
         up=backend.grouped(stored[0], EXPERTS, is_gated=True),
         down=backend.grouped(stored[1], EXPERTS),
-        activation=Activation.SILU,
+        activation=activation,
+        **biases,
     )
 
 
@@ -68,14 +81,62 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(make: MakeBackend, dtype: 
     assert (expected - found).abs().max() <= ROUNDING[dtype] * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_biases_and_clamped_gates_are_as_published(make: MakeBackend, dtype: torch.dtype) -> None:
+    x, mlp = 4 * random(40, WIDTH, seed=4).to(dtype), mixture(make(dtype), dtype, activation=Activation.CLAMPED_SWIGLU)
+    up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
+    router = random(EXPERTS, WIDTH, seed=3).to(dtype).double()
+    best = (x.double() @ router.t() + BIASES["router_bias"].to(dtype).double()).topk(TOP_K)
+    expected = torch.zeros(len(x), WIDTH, dtype=torch.float64)
+    for token, (weights, experts) in enumerate(zip(best.values.softmax(-1), best.indices, strict=True)):
+        for weight, e in zip(weights, experts, strict=True):
+            gate, linear = (up[e].double() @ x[token].double() + BIASES["up_bias"][e].double()).chunk(2)
+            gate, linear = gate.clamp(max=7), linear.clamp(-7, 7)
+            inner = (linear + 1) * gate * torch.sigmoid(1.702 * gate)
+            expected[token] += weight * (down[e].double() @ inner + BIASES["down_bias"][e].double())
+    found = mlp(x).double()
+    assert (up.double() @ x.double().t()).abs().max() > 7  # so that something is clamped
+    assert (expected - found).abs().max() <= ROUNDING[dtype] * expected.abs().max()
+
+
 def test_the_router_takes_the_likeliest_experts(make: MakeBackend) -> None:
     x = random(12, WIDTH, seed=8)
     probabilities = (x.double() @ random(EXPERTS, WIDTH, seed=3).double().t()).softmax(dim=-1)
     mlp = mixture(make(torch.float32), torch.float32)
     weights, chosen = mlp.routing.choose(mlp.router, x)
     best = probabilities.topk(TOP_K)
-    assert torch.equal(best.indices, chosen)
+    assert torch.equal(best.indices, chosen.long())
     torch.testing.assert_close((best.values / best.values.sum(dim=-1, keepdim=True)).float(), weights)
+
+
+@pytest.mark.parametrize(("tokens", "renormalise", "dtype"), all_pairs((1, 9, 500), (True, False), ROUNDING))
+def test_compiled_routes_are_those_of_stock_operators(
+    kernels: Kernels, tokens: int, renormalise: bool, dtype: torch.dtype
+) -> None:
+    experts, x = 37, random(tokens, WIDTH).to(dtype)
+    backend, bias = CpuBackend(kernels, dtype), random(experts, seed=2).to(dtype)
+    router = backend.linear(random(experts, WIDTH, seed=1).to(dtype))
+    stock = ReferenceBackend(CpuDevice()).routing(experts, 4, renormalise=renormalise)
+    compiled = backend.routing(experts, 4, renormalise=renormalise)
+    for expected, found in zip(stock.choose(router, x, bias), compiled.choose(router, x, bias), strict=True):
+        torch.testing.assert_close(expected, found.to(expected.dtype), atol=1e-6, rtol=ROUNDING[dtype])
+    expected, found = stock(router, x, bias), compiled(router, x, bias)
+    assert torch.equal(expected.ends, found.ends)
+    assert torch.equal(expected.spread(x), found.spread(x))
+    y = random(4 * tokens, WIDTH, seed=3).to(dtype)
+    torch.testing.assert_close(expected.combine(y), found.combine(y), atol=ROUNDING[dtype], rtol=0)
+
+
+def test_of_equally_likely_experts_the_first_are_taken_even_where_some_are_no_numbers(kernels: Kernels) -> None:
+    class Logits:
+        def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+            return torch.tensor([[1.0, 2, 2, 1], [float("nan"), 0, float("nan"), 0], [float("nan")] * 4])
+
+    routing = CpuBackend(kernels, torch.float32).routing(4, 3, renormalise=True)
+    weights, chosen = routing.choose(Logits(), torch.empty(3, 1))  # type: ignore[arg-type]
+    assert [[1, 2, 0], [1, 3, 0], [0, 0, 0]] == chosen.tolist()
+    assert 1 == pytest.approx(weights[0].sum().item())
+    assert [False, True, True] == weights.isnan().any(1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

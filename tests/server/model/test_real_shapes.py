@@ -39,20 +39,26 @@ from server.arch.spec import (
     LongScaling,
     Position,
     Rope,
+    YarnScaling,
     validate,
 )
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
+from server.checkpoint.formats.mxfp4 import Mxfp4Format
+from server.checkpoint.formats.protocol import Format
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, CheckpointError, ReadAhead, Weights
 from server.layers.position import Rotary
 from server.model.load import load as load_model
+from server.quantisation.configs import Budget
+from server.quantisation.sizes import MXFP4_GROUP
 from server.ranks.collectives import Shard
 from tests.running import ROOT
 
 FOLDER = Path(__file__).parent / "real_shapes"
 BENCHMARKED = ROOT / "benchmark" / "cost" / "shapes"
 META, DTYPE = torch.device("meta"), torch.bfloat16
+IN_FEWER_BITS = re.compile(r"_(blocks|scales)$")  # two parameters of MXFP4 in a byte, and exponents, which are none
 MOST_TENSORS = 150  # that are loaded of a checkpoint: its first layers, some of them with numbers of two digits
 NUMS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")  # in configs
 Shape = tuple[int, ...]
@@ -68,6 +74,7 @@ class Expected(NamedTuple):
 
 
 EVERY, UP_TO_4 = (1, 2, 4, 8), (1, 2, 4)
+OF_GPT_OSS = Rope(150000.0, 64, scaling=YarnScaling(32.0, 4096, truncate=False, magnitude=0.1 * math.log(32) + 1))
 EXPECTED = {
     "baichuan2-13b": Expected(EVERY, Alibi()),
     "baichuan2-7b": Expected(EVERY, Rope(10000.0, 128)),
@@ -79,6 +86,9 @@ EXPECTED = {
     "gemma-2-9b": Expected(EVERY, Rope(10000.0, 256), (21, 4096)),
     "gemma-3-1b": Expected(UP_TO_4, Rope(10000.0, 256), (22, 512)),  # 4 heads
     "gemma-7b": Expected(EVERY, Rope(10000.0, 256)),
+    "gpt-oss-120b": Expected(EVERY, OF_GPT_OSS, (18, 128)),
+    "gpt-oss-20b-bf16": Expected(EVERY, OF_GPT_OSS, (12, 128)),  # as others have expanded it
+    "gpt-oss-20b": Expected(EVERY, OF_GPT_OSS, (12, 128)),
     "gpt2": Expected(UP_TO_4, Learned(1024)),  # 12 heads
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
@@ -104,11 +114,12 @@ EXPECTED = {
 # after the reduction.
 REPLICATED = re.compile(
     r"(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
-    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|block_sparse_moe\.gate)\.weight$"
+    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|block_sparse_moe\.gate)\.weight$|\.router\.|\.down_proj_bias$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
 KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 UNUSED_ROWS = re.compile(r"\.embed_positions\.")  # the two of OPT that belong to no position
+GROUPED_INPUTS = re.compile(r"\.down_proj_(blocks|scales)$")  # of groups that are cut, each rank reads the whole
 FUSED = re.compile(r"\.(query_key_value|W_pack|qkv_proj|c_attn|Wqkv)\.")
 
 
@@ -128,6 +139,8 @@ class Published:
         per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{i}" in pattern)
         layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
         fixture["config"] |= {key: len(layers) for key in NUMS_LAYERS if key in fixture["config"]}
+        if "layer_types" in fixture["config"]:
+            fixture["config"]["layer_types"] = fixture["config"]["layer_types"][: len(layers)]
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
@@ -146,8 +159,9 @@ class Published:
 class ShapeTensor:
     """A tensor of a file that has a shape and no contents; `regions` are the parts that were asked for."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, dtype: torch.dtype = DTYPE):
         self.shape = shape
+        self.dtype = dtype
         self.regions: list[Region] = []
 
     def get_shape(self) -> list[int]:
@@ -158,7 +172,7 @@ class ShapeTensor:
         size = [stop - start for start, stop in region]
         if all(size):  # otherwise it is the dtype that is asked for
             self.regions.append(region)
-        return torch.empty(size, dtype=DTYPE, device=META)
+        return torch.empty(size, dtype=self.dtype, device=META)
 
 
 class NothingAhead(ReadAhead):
@@ -173,7 +187,10 @@ class FakeCheckpoint(Checkpoint):
 
     def __init__(self, shapes: dict[str, Shape]):
         self.folder = Path("published")
-        self.tensors = {name: ShapeTensor(shape) for name, shape in shapes.items()}
+        self.tensors = {
+            name: ShapeTensor(shape, torch.uint8 if IN_FEWER_BITS.search(name) else DTYPE)
+            for name, shape in shapes.items()
+        }
         self.bytes_read = self._mapped = 0
         self._paths = dict.fromkeys(shapes, self.folder / "model.safetensors")
         self._files, self._shared = {}, {}
@@ -201,20 +218,30 @@ def find(name: str, most_tensors: int = sys.maxsize) -> tuple[Published, Family,
 def load(shapes: dict[str, Shape], family: Family, spec: ArchSpec, shard: Shard) -> FakeCheckpoint:
     """What one rank read. Raises CheckpointError for a missing, an unknown or a misshapen tensor."""
     checkpoint = FakeCheckpoint(shapes)
-    start_up(checkpoint, family, spec, shard)
+    start_up(checkpoint, family, spec, shard, Mxfp4Format({}, Budget()) if family.names.stacks else None)
     return checkpoint
 
 
-def start_up(checkpoint: Checkpoint | RandomCheckpoint, family: Family, spec: ArchSpec, shard: Shard) -> None:
-    weights = Weights.open(checkpoint, family.names, shard, DTYPE, META)
+def start_up(
+    checkpoint: Checkpoint | RandomCheckpoint,
+    family: Family,
+    spec: ArchSpec,
+    shard: Shard,
+    format: Format | None = None,
+) -> None:
+    weights = Weights.open(checkpoint, family.names, shard, DTYPE, META, format)
     load_model(weights, spec, ReferenceBackend(CpuDevice()))
 
 
 def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:
-    """How often elements of a tensor lie in `regions`, which are cut along one dimension at most."""
+    """How often elements of a tensor lie in `regions`, cut along one dimension at most, and perhaps by experts."""
     regions = list(regions)
     cut = {d for region in regions for d, part in enumerate(region) if part != (0, shape[d])}
-    assert len(cut) <= 1
+    if len(cut) > 1:
+        experts = {region[0] for region in regions}
+        assert shape[0] == len(experts)
+        own = ([region[1:] for region in regions if region[0] == expert] for expert in experts)
+        return set().union(*(reader_counts(some, shape[1:]) for some in own))
     dim = next(iter(cut), 0)
     change = Counter(region[dim][0] for region in regions)
     change.subtract(region[dim][1] for region in regions)
@@ -230,6 +257,8 @@ def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
         return {world_size}
     if KEYS_OR_VALUES.search(name):
         return {sharers}
+    if GROUPED_INPUTS.search(name) and spec.layers[0].mlp.width // world_size % MXFP4_GROUP:
+        return {1, 2}
     return {1, sharers} if FUSED.search(name) else {1}
 
 
@@ -243,11 +272,16 @@ def allowed_bytes(published: Published, spec: ArchSpec, world_size: int) -> floa
     return 1.05 * DTYPE.itemsize * (split / world_size + replicated)
 
 
+def parameters_of(tensor: str, shape: Shape) -> int:
+    return 0 if tensor.endswith("_scales") else math.prod(shape) * (2 if tensor.endswith("_blocks") else 1)
+
+
 def test_every_fixture_is_expected_and_has_as_many_parameters_as_published() -> None:
     assert set(EXPECTED) == {path.stem for path in FOLDER.glob("*.json")}
     for name in EXPECTED:
         parameters = json.loads((FOLDER / f"{name}.json").read_text())["parameters"]
-        assert parameters == sum(math.prod(shape) for shape in Published.read(name).used.values()), name
+        shapes = Published.read(name).used.items()
+        assert parameters == sum(parameters_of(tensor, shape) for tensor, shape in shapes), name
 
 
 @pytest.mark.parametrize(

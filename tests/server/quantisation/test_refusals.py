@@ -89,7 +89,7 @@ SCALE = r"`activation_scale_ub` .*must be a finite number above 0\. Given: .*; d
 BY_CONFIG: list[tuple[Any, str]] = [
     ({"quant_method": "exl2", "bits": 4.25}, r"'exl2'.*not served.*take a gptq, awq or compressed"),
     ({"quant_method": "hqq"}, r"'hqq'.*not served.*in 16 bits, with --quantize int4"),
-    ({"quant_method": "mxfp4"}, r"'mxfp4'.*not served.*take an fp8 or compressed-tensors"),
+    ({"quant_method": "nvfp4"}, r"'nvfp4'.*not served.*take an fp8 or compressed-tensors"),
     ({"quant_method": "best4"}, r"'best4'.*not served: gptq, awq,.*take another checkpoint"),
     ({"quant_method": "a" * 5000}, r"'aaa.* is not served"),
     ({"quant_method": ["gptq"]}, r"is not served"),

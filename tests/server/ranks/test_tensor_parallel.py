@@ -30,6 +30,7 @@ CASES_OF = {
         "falcon-40b",  # kv heads inside a fused projection, one for each rank
         "mixtral",  # experts
         "chatglm3",  # 2 kv heads, each for two ranks
+        "gpt_oss",  # sinks, rows of gates and the other halves by turns, biases of experts
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.cuda.fused import ACTIVATIONS
+from server.backends.cuda.fused import activation_constants
 from server.backends.cuda.kernels.linear import Epilogue
 from server.quantisation.rounding import MOST, TINY
 from server.quantisation.stored import RoundedInputs
@@ -127,7 +127,7 @@ def finish_integers(
         out,
         features,
         IS_GATED=is_gated,
-        ACTIVATION=None if epilogue.activation is None else ACTIVATIONS[epilogue.activation],
+        **activation_constants(epilogue.activation),
         TILE=GATHERED_TILE,
         enable_fp_fusion=False,
     )
@@ -250,6 +250,7 @@ def _finish_integers(
     features,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One tile of one row: what follows the sums of a product of integers."""
@@ -262,7 +263,7 @@ def _finish_integers(
     if ACTIVATION is not None:
         y = ACTIVATION(y)
     if IS_GATED:
-        y *= _finished(sums, scale, offset, bias, of_row, feature + features, real)
+        y *= UP(_finished(sums, scale, offset, bias, of_row, feature + features, real))
     place = row * features + feature
     if residual is not None:
         y += tl.load(residual + place, mask=real, other=0.0).to(tl.float32)

@@ -24,12 +24,13 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @dataclass(frozen=True)
 class ScoreTerms:
-    """How queries are scored against keys, with what is added to a score already in base 2, on the device."""
+    """How queries are scored against keys, on the device: what is added to a score, and sinks, already in base 2."""
 
     scale: float
     cap: float
     slopes: Tensor | None  # [N] float32
     bias: Tensor | None  # [N, 2 D + 1] float32
+    sinks: Tensor | None  # [N] float32
 
     @property
     def constants(self) -> dict[str, float | int]:
@@ -42,7 +43,8 @@ def score_terms(scores: Scores, device: torch.device) -> ScoreTerms:
     """The terms of `scores` on `device`."""
     slopes = torch.tensor(scores.slopes, device=device) * LOG2_E.value if scores.slopes else None
     bias = None if scores.bias is None else scores.bias.to(device, torch.float32).contiguous() * LOG2_E.value
-    return ScoreTerms(scores.scale, scores.cap, slopes, bias)
+    sinks = None if scores.sinks is None else scores.sinks.to(device, torch.float32) * LOG2_E.value
+    return ScoreTerms(scores.scale, scores.cap, slopes, bias, sinks)
 
 
 def padded(head_dim: int) -> int:
@@ -54,6 +56,14 @@ def padded(head_dim: int) -> int:
 def load_blocks(table, keys, seen, BLOCK_SIZE: tl.constexpr):
     """Blocks that hold the `keys` of the sequence whose blocks are in `table`."""
     return tl.load(table + keys // BLOCK_SIZE, mask=seen, other=0)
+
+
+@triton.jit
+def with_sink(total, sinks, heads, kept, best):
+    """The sum of a head's weights, of which 1 stands for the score `best`, with that of its sink."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + heads, mask=kept, other=0.0) - best)
+    return total
 
 
 @triton.jit

@@ -95,6 +95,7 @@ def decode(
         None if rotation is None else rotation.sin,
         terms.slopes,
         terms.bias,
+        terms.sinks,
         qkv.stride(0),
         meta.block_tables.stride(0),
         HEAD_DIM=head_dim,

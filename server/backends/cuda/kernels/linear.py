@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.cuda.fused import ACTIVATIONS
+from server.backends.cuda.fused import activation_constants
 
 MAX_SPLITS = 16
 MAX_TILE_ROWS = 128
@@ -99,7 +99,7 @@ class Workspace:
 class Epilogue:
     """What follows a product, in this order; a gate where the weight is [gate | up]."""
 
-    bias: Tensor | None = None  # [F], [2 F] where gated
+    bias: Tensor | None = None  # [F], [2 F] where gated; of experts [E, F] and [E, 2 F]
     activation: Activation | None = None
     residual: Tensor | None = None  # [T, F]
 
@@ -118,7 +118,7 @@ def multiply_rows(
     """x [T, D] → x @ weightᵀ and its epilogue, [T, F] in `dtype`, x's unless given.
 
     weight: [F, D] ([2 F, D] where gated), in x's dtype. With ends [E], as those of `GroupedLinear`, it has one more
-    dimension in front, and there is neither bias nor residual.
+    dimension in front, as has its bias, and there is no residual.
     """
     rows, inputs = x.shape
     outputs = weight.shape[-2]
@@ -155,7 +155,7 @@ def multiply_rows(
         EXPERTS=experts,
         EXPERTS_PAD=triton.next_power_of_2(max(experts, 1)),
         IS_GATED=is_gated,
-        ACTIVATION=None if epilogue.activation is None else ACTIVATIONS[epilogue.activation],
+        **activation_constants(epilogue.activation),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
@@ -190,6 +190,7 @@ def _multiply_rows(
     EXPERTS_PAD: tl.constexpr,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
 ):
     """One tile of features of one tile of rows, or one split's part of it."""
     row_tile, tile, split = tl.program_id(0), tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
@@ -200,6 +201,8 @@ def _multiply_rows(
         if first >= stop:
             return
         weight += expert.to(tl.int64) * features * inputs * halves
+        if bias is not None:
+            bias += expert * features * halves
     row = first + tl.arange(0, ROWS)[None, :]
     feature = tile * FEATURES + tl.arange(0, FEATURES)[:, None]
     kept = row < stop
@@ -250,7 +253,7 @@ def _multiply_rows(
     if ACTIVATION is not None:
         y = ACTIVATION(y)
     if IS_GATED:
-        y *= biased(up, bias, feature + features, real)
+        y *= UP(biased(up, bias, feature + features, real))
     place = row.to(tl.int64) * features + feature
     if residual is not None:
         y += tl.load(residual + place, mask=kept & real, other=0.0).to(tl.float32)

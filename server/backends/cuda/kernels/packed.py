@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.cuda.fused import ACTIVATIONS
+from server.backends.cuda.fused import activation_constants
 from server.backends.cuda.kernels.linear import (
     Epilogue,
     Tiling,
@@ -76,7 +76,7 @@ def multiply_packed(
 
     x: as it is, or laid out in the weight's places, [T, places]; or its codes in int8 or float8, laid out so, with
     their input_scale [T, groups of inputs] float32. With ends [E], as those of `GroupedLinear`, the weight is that of
-    all experts, and there is neither bias nor residual.
+    all experts, and so is its bias, and there is no residual.
     """
     rows, _ = x.shape
     outputs = packed.codes.shape[-2]
@@ -132,7 +132,7 @@ def multiply_packed(
         EXPERTS_PAD=triton.next_power_of_2(max(experts, 1)),
         IS_GATED=is_gated,
         ZERO=packed.fixed_zero,
-        ACTIVATION=None if epilogue.activation is None else ACTIVATIONS[epilogue.activation],
+        **activation_constants(epilogue.activation),
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         enable_fp_fusion=input_scale is None,  # the reference rounds each product and each sum
@@ -187,6 +187,7 @@ def _multiply_packed(
     IS_GATED: tl.constexpr,
     ZERO: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    UP: tl.constexpr,
 ):
     """One tile of features of one tile of rows, or one split's part of it."""
     row_tile, tile, split = tl.program_id(0), tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
@@ -200,6 +201,8 @@ def _multiply_packed(
         scale += expert.to(tl.int64) * expert_scales
         if zero is not None:
             zero += expert.to(tl.int64) * expert_scales
+        if bias is not None:
+            bias += expert * features * halves
     row = first + tl.arange(0, ROWS)
     feature = tile * FEATURES + tl.arange(0, FEATURES)
     kept = row < stop
@@ -316,7 +319,7 @@ def _multiply_packed(
     if ACTIVATION is not None:
         y = ACTIVATION(y)
     if IS_GATED:
-        y *= biased(up, bias, feature[:, None] + features, real[:, None])
+        y *= UP(biased(up, bias, feature[:, None] + features, real[:, None]))
     place = row[None, :].to(tl.int64) * features + feature[:, None]
     wanted = kept[None, :] & real[:, None]
     if residual is not None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.backends.cuda.kernels.cache import INT8, PLAIN, Stored, code_offsets, load_scales, numbers, scale_offsets
-from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, finish_scores, load_blocks, padded
+from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, finish_scores, load_blocks, padded, with_sink
 from server.backends.protocol import StepMeta
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 
@@ -73,6 +73,7 @@ def prefill(
         meta.block_tables,
         terms.slopes,
         terms.bias,
+        terms.sinks,
         meta.num_decodes,
         q.stride(0),
         meta.block_tables.stride(0),
@@ -105,6 +106,7 @@ def _prefill(
     tables,
     slopes,
     bias,
+    sinks,
     num_decodes,
     q_stride,
     table_stride,
@@ -177,6 +179,7 @@ def _prefill(
         best = new_best
     if KIND != PLAIN:
         acc *= v_divisor
-    result = acc / tl.maximum(total, 1.0)[:, None]  # the best key counts 1, so that less means none
+    total = tl.maximum(total, 1.0)  # the best key counts 1, so that less means none
+    result = acc / with_sink(total, sinks, head, True, best)[:, None]
     target = out + (row * (KV_HEADS * GROUP) + head) * HEAD_DIM + features
     tl.store(target, result.to(out.dtype.element_ty), mask=asked_features)

@@ -38,6 +38,9 @@ class FusedRoutes:
     weights: Tensor  # [T, k] float32
     places: Tensor  # [T * k] int32, where each pair stands
 
+    def spread(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.tokens)
+
     def combine(self, y: Tensor) -> Tensor:
         assert y.is_contiguous()
         (tokens, top_k), width = self.weights.shape, y.shape[1]
@@ -56,8 +59,8 @@ class FusedRouting:
     top_k: int
     renormalise: bool
 
-    def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = router.finest(x, None)
+    def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = router.finest(x, bias)
         weights = logits.new_empty(len(x), self.top_k, dtype=torch.float32)
         chosen = logits.new_empty(len(x), self.top_k, dtype=torch.int32)
         _choose[(len(x),)](
@@ -72,8 +75,8 @@ class FusedRouting:
         )
         return weights, chosen
 
-    def __call__(self, router: LinearFormat, x: Tensor) -> FusedRoutes:
-        weights, chosen = self.choose(router, x)
+    def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> FusedRoutes:
+        weights, chosen = self.choose(router, x, bias)
         tokens, places = torch.empty_like(chosen).view(-1), torch.empty_like(chosen).view(-1)
         ends = chosen.new_empty(self.num_experts)
         _group[(self.num_experts,)](

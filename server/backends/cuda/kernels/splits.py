@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.cuda.kernels.common import LOWEST
+from server.backends.cuda.kernels.common import LOWEST, with_sink
 
 # Programs wanted for each multiprocessor: several must be under way for some to load while others compute.
 PROGRAMS_PER_PROCESSOR = 4
@@ -83,6 +83,7 @@ def finish_split(
     parts,
     log_sums,
     arrivals,
+    sinks,
     first_head,
     end_head,
     acc,
@@ -106,7 +107,8 @@ def finish_split(
     total = tl.maximum(total, 1.0)  # the best key counts 1, so that less means none
     if parts is None:
         target = out + (sequence * HEADS + heads) * HEAD_DIM + features
-        tl.store(target, (acc / total).to(out.dtype.element_ty), mask=kept)
+        whole = with_sink(total, sinks, heads, heads < end_head, best)
+        tl.store(target, (acc / whole).to(out.dtype.element_ty), mask=kept)
     else:
         row = (sequence * HEADS + heads) * tl.num_programs(2) + tl.program_id(2)
         tl.store(parts + row * HEAD_DIM + features, acc / total, mask=kept)
@@ -115,7 +117,9 @@ def finish_split(
         arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
         before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
         if before == tl.num_programs(2) - 1:
-            _combine(out, parts, log_sums, sequence, first_head, end_head, HEADS, HEAD_DIM, HEAD_PAD, MEMBERS, AT_ONCE)
+            _combine(
+                out, parts, log_sums, sinks, sequence, first_head, end_head, HEADS, HEAD_DIM, HEAD_PAD, MEMBERS, AT_ONCE
+            )
             tl.store(arrival, 0)
 
 
@@ -124,6 +128,7 @@ def _combine(
     out,
     parts,
     log_sums,
+    sinks,
     sequence,
     first_head,
     end_head,
@@ -154,8 +159,9 @@ def _combine(
         total = total * kept + weights
         acc = acc * kept + weights * values
         best = new_best
-    share = tl.exp2(best - tl.max(best, axis=0, keep_dims=True))
-    total_of_all = tl.sum(total * share, axis=0, keep_dims=True)
+    best_of_all = tl.max(best, axis=0, keep_dims=True)
+    share = tl.exp2(best - best_of_all)
+    total_of_all = with_sink(tl.sum(total * share, axis=0, keep_dims=True), sinks, heads, is_head, best_of_all)
     mean = tl.sum(acc * share, axis=0, keep_dims=True) / total_of_all
     target = out + row * HEAD_DIM + features
     tl.store(target, mean.to(out.dtype.element_ty), mask=is_head & (features < HEAD_DIM))

@@ -16,12 +16,12 @@ from server.backends.cpu import CpuBackend
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import KernelExperts
 from server.backends.cpu.memory import Arena
-from server.backends.cpu.quantised import CodeFormat, arranged, takes
+from server.backends.cpu.quantised import Arranged, CodeFormat, arranged, takes
 from server.backends.reference.linear import ACTIVATIONS, LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
 from server.quantisation import sizes
 from server.quantisation.packing import WORD_BITS, PackedCodes, pack
-from server.quantisation.rounding import float8_rows, int8_rows, int8_weights
+from server.quantisation.rounding import float4_levels, float8_rows, int8_rows, int8_weights
 from server.quantisation.sizes import Storage
 from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 from tests.combinations import all_pairs, by_turns
@@ -58,6 +58,12 @@ def a_spec() -> ArchSpec:
     return families.find(json.loads(config.read_text()))[1]
 
 
+def float4(rows: int, inputs: int, *, in_powers: bool = True) -> QuantisedWeight:
+    """Groups of 32 inputs with scales of any size. in_powers: whether these are powers of 2."""
+    weight = replace(grouped(rows, inputs, 32), zero=None, levels=float4_levels())
+    return replace(weight, scale=weight.scale.log2().floor().exp2()) if in_powers else weight
+
+
 def out_of_order(weight: QuantisedWeight) -> QuantisedWeight:
     return replace(weight, groups=weight.groups[torch.randperm(len(weight.groups), generator=torch.manual_seed(0))])
 
@@ -83,6 +89,9 @@ BY_BLOCK = {
     "whole row": grouped(33, 300, -1),
     "2 bits": grouped(33, 256, 64, bits=2),
     "8 bits": grouped(33, 256, 128, bits=8),
+    "float4": float4(97, 352),
+    "float4, other scales": float4(65, 256, in_powers=False),
+    "float4, cut": float4(64, 512).columns(53, 331),
     "float32 scales": grouped(33, 256, 128, exact=False),
     "cut": grouped(64, 512, 128).columns(53, 331),
     "out of order": out_of_order(grouped(65, 512, 128)),
@@ -103,6 +112,12 @@ def make(kernels: Kernels) -> Make:
     return made
 
 
+def multiplied(laid: Arranged) -> Tensor:
+    """What is multiplied of each slot, [F, S]: of float4 twice what its codes stand for, raised by 12."""
+    levels = laid.weight.levels
+    return laid.codes if levels is None else (2 * levels + 12)[laid.codes.long()]
+
+
 def emulated(weight: QuantisedWeight, x: Tensor) -> Tensor:
     """The formula of codes.cpp: exact sums of blocks, which are scaled and added in float32. x [T, D] → [T, F]."""
     laid = arranged(weight)
@@ -119,7 +134,7 @@ def emulated(weight: QuantisedWeight, x: Tensor) -> Tensor:
             min=1e-12
         ) / 127
     inputs = (slots * (1 / scale)[..., None]).round().clamp(-128, 127).double()
-    codes = laid.codes.double().unflatten(1, (-1, laid.block)) - laid.zero.double()[..., None]
+    codes = multiplied(laid).double().unflatten(1, (-1, laid.block)) - laid.zero.double()[..., None]
     y = torch.zeros(len(x), weight.shape[0])
     for block in range(laid.scale.shape[1]):
         exact = inputs[:, block] @ codes[:, block].t()
@@ -131,7 +146,7 @@ def emulated(weight: QuantisedWeight, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("weight", CASES.values(), ids=CASES.keys())
 def test_slots_hold_the_weight(weight: QuantisedWeight) -> None:
     laid = arranged(weight)
-    values = (laid.codes.float().unflatten(1, (-1, laid.block)) - laid.zero[..., None]) * laid.scale[..., None]
+    values = (multiplied(laid).float().unflatten(1, (-1, laid.block)) - laid.zero[..., None]) * laid.scale[..., None]
     values = values.flatten(1)
     if laid.order is None:
         assert torch.equal(weight.dequantised(), values[:, : weight.shape[1]])
@@ -240,7 +255,7 @@ def test_what_follows_a_product_is_done_with_it(
         torch.testing.assert_close(found.float(), expected.to(dtype).float(), atol=1e-4, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["w8a8", "long", "int4", "out of order"])
+@pytest.mark.parametrize("name", ["w8a8", "long", "int4", "float4", "out of order"])
 def test_a_tokens_outputs_depend_on_neither_its_batch_nor_threads(make: Make, name: str) -> None:
     weight, before = CASES[name], torch.get_num_threads()
     linear, x = make(weight), random(200, CASES[name].shape[1]).bfloat16()
@@ -263,6 +278,14 @@ def test_ranks_that_share_the_inputs_of_a_layer_round_them_alike(make: Make) -> 
     torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
 
 
+def test_scales_too_small_for_an_exponent_count_as_0(make: Make) -> None:
+    weight = float4(40, 64)
+    weight.scale[:, 0] = 2.0**-126
+    ids = torch.arange(40)
+    expected = weight.dequantised()
+    assert torch.equal(torch.cat([0 * expected[:, :32], expected[:, 32:]], dim=1).bfloat16(), make(weight).rows(ids))
+
+
 @pytest.mark.parametrize("dtype", BOTH, ids=str)
 def test_rows_are_what_codes_stand_for(make: Make, dtype: torch.dtype) -> None:
     weight, ids = int8_rows(random(100, 70)), torch.tensor([0, 99, 31, 32, 5])
@@ -270,8 +293,9 @@ def test_rows_are_what_codes_stand_for(make: Make, dtype: torch.dtype) -> None:
 
 
 def test_rows_of_groups_out_of_order_are_in_the_order_of_the_inputs(make: Make) -> None:
-    weight, ids = CASES["out of order"], torch.tensor([64, 3])
-    assert torch.equal(weight.dequantised()[ids].bfloat16(), make(weight).rows(ids))
+    ids = torch.tensor([63, 3])
+    for weight in (CASES["out of order"], CASES["float4, cut"]):
+        assert torch.equal(weight.dequantised()[ids].bfloat16(), make(weight).rows(ids))
 
 
 @pytest.mark.parametrize("name", ["w8a8", "fixed"])
@@ -288,6 +312,7 @@ def test_four_bits_take_half_a_byte(make: Make) -> None:
     codes, scales, zeros = rows * inputs // 2, rows * inputs // 128 * 2, rows * inputs // 128
     assert codes + scales + zeros == make(grouped(rows, inputs, 128)).nbytes
     assert codes + scales == make(grouped(rows, inputs, 128, is_symmetric=True)).nbytes
+    assert codes + rows * inputs // 32 == make(float4(rows, inputs)).nbytes
 
 
 FOUR = Storage("four", bits=4, scale_bytes=2, zero_bytes=1)
@@ -300,6 +325,7 @@ COUNTED: dict[str, tuple[Storage, QuantisedWeight]] = {
     "8 bits": (replace(FOUR, bits=8, group=64), grouped(256, 1024, 64, bits=8)),
     "4 bits by rounded inputs": (replace(FOUR, rounds_inputs=True),
                                  replace(grouped(256, 1024, 1024), inputs=RoundedInputs(torch.int8))),
+    "float4": (sizes.READERS["mxfp4"]({}), float4(256, 1024)),
     "int8": (sizes.IN_FLIGHT["int8"], int8_rows(random(256, 1024))),
     "eetq": (sizes.IN_FLIGHT["eetq"], int8_weights(random(256, 1024))),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
 from server.backends.protocol import Rotation, Summand
 from server.backends.reference.attention import rotate as rotate_stock
-from server.backends.reference.linear import ACTIVATIONS, LayerNorm, RmsNorm
+from server.backends.reference.linear import ACTIVATIONS, LayerNorm, RmsNorm, stock_gate
 from server.backends.reference.logits import exponential_noise
 from tests.combinations import all_pairs, by_turns
 
@@ -89,8 +89,11 @@ def test_what_follows_a_product_is_done_with_it(
     weight, bias = random(outputs * (1 + is_gated), 64, dtype=dtype), random(outputs * (1 + is_gated), dtype=dtype)
     x, residual = random(5, 64, dtype=dtype, seed=1) / 4, random(5, outputs, dtype=dtype, seed=2)
     y = F.linear(x.double(), weight.double(), bias.double())
-    y, up = y.chunk(2, dim=-1) if is_gated else (y, torch.ones(()))
-    expected = (ACTIVATIONS[activation](y) if activation else y) * up + residual.double()
+    if is_gated:
+        y = stock_gate(activation, y) if activation else y[:, :outputs] * y[:, outputs:]
+    elif activation:
+        y = ACTIVATIONS[activation](y)
+    expected = y + residual.double()
     layer = PanelFormat(kernels, Arena(), weight, is_gated=is_gated)
     assert_near(expected, layer(x, bias, activation, residual))
 
@@ -138,8 +141,7 @@ def test_norms_equal_torchs_alone_and_behind_a_sum(
 @pytest.mark.parametrize(("dtype", "activation"), by_turns(EACH, Activation))
 def test_a_gate_equals_torchs(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = random(6, 2 * 50, dtype=dtype)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_near(ACTIVATIONS[activation](gate) * up, kernel_gate(kernels, activation, gate_up))
+    assert_near(stock_gate(activation, gate_up.double()), kernel_gate(kernels, activation, gate_up))
 
 
 @pytest.mark.parametrize(("dtype", "interleaved", "half"), all_pairs(EACH, (False, True), (32, 20, 3)))

@@ -16,10 +16,10 @@ from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat
 from server.backends.reference.linear import LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
-from server.quantisation.rounding import float8_rows, int8_rows, int8_weights
+from server.quantisation.rounding import float4_levels, float8_rows, int8_rows, int8_weights
 from server.quantisation.stored import QuantisedWeight, RoundedInputs
 from tests.combinations import all_pairs, by_turns
-from tests.server.backends.cpu.test_codes import BOTH, grouped, out_of_order, random
+from tests.server.backends.cpu.test_codes import BOTH, float4, grouped, out_of_order, random
 
 
 def with_levels(weight: QuantisedWeight) -> QuantisedWeight:
@@ -84,6 +84,13 @@ def test_every_weight_has_its_kernel(kernels: Kernels) -> None:
         "int4": (weight, torch.bfloat16, CodeFormat),
         "w8a8": (int8_rows(random(32, 64)), torch.float32, CodeFormat),
         "levels": (with_levels(weight), torch.bfloat16, LevelFormat),
+        "float4": (float4(32, 64), torch.bfloat16, CodeFormat),
+        "float4 in float32": (float4(32, 64), torch.float32, LevelFormat),
+        "float4 in groups of 16": (
+            replace(grouped(32, 64, 16), zero=None, levels=float4_levels()),
+            torch.bfloat16,
+            LevelFormat,
+        ),
         "float8": (float8_rows(random(32, 64)), torch.bfloat16, LevelFormat),
         "inputs with a zero": (replace(int8_rows(random(32, 64)), inputs=asymmetric), torch.bfloat16, LevelFormat),
         "in float32": (weight, torch.float32, LevelFormat),
@@ -98,8 +105,8 @@ def test_experts_are_one_call(kernels: Kernels) -> None:
     together = backend.grouped(iter(weights), 4, is_gated=True)
     assert isinstance(together, KernelExperts)
     one_by_one = LoopedExperts([backend.linear(weight, is_gated=True) for weight in weights])
-    x, ends = random(20, 256), torch.tensor([3, 3, 19, 20], dtype=torch.int32)
-    assert torch.equal(one_by_one(x, ends, Activation.SILU), together(x, ends, Activation.SILU))
+    x, ends, bias = random(20, 256), torch.tensor([3, 3, 19, 20], dtype=torch.int32), random(4, 64)
+    assert torch.equal(one_by_one(x, ends, Activation.SILU, bias), together(x, ends, Activation.SILU, bias))
 
 
 def test_memory_is_that_of_the_codes(kernels: Kernels) -> None:

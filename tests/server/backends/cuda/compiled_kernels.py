@@ -35,6 +35,7 @@ from tests.server.backends.cuda.kernel_cases import (
     learned,
     norms,
     plain,
+    sinking,
 )
 
 __all__ = ["found"]
@@ -94,17 +95,19 @@ def test_the_last_program_of_a_split_sequence_reads_what_the_others_wrote(found:
 
 REST = [
     Case(RAGGED, (32, 32), 80, all_terms, processors=MANY_SPLITS, rotation=(20, INTERLEAVED)),
+    Case([*RAGGED, (60, 20)], (64, 8), 64, sinking, 128, MANY_SPLITS, rotation=(32, HALVES)),
+    Case([*RAGGED, (60, 20)], (12, 12), 64, sinking, processors=MANY_SPLITS),
     Case(RAGGED, (12, 12), 64, learned),
     Case(RAGGED, (8, 4), 256, all_terms, 4096, MANY_SPLITS),
 ]
 
 
-@pytest.mark.parametrize("case", in_suite(REST[:1], REST))
+@pytest.mark.parametrize("case", in_suite(REST[:2], REST))
 def test_every_term_of_the_scores_compiles(case: Case, found: list[MachineCode]) -> None:
     kv, heads = case.inputs(torch.bfloat16, CPU)
     backend = PagedAttention(case.scores_on(CPU), case.processors)
     backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
-    assert 1 == len(found)
+    assert (3 if case.meta(CPU).longest else 1) == len(found)
 
 
 @pytest.mark.parametrize("kv_heads", in_suite([12], [2]))

@@ -52,6 +52,10 @@ def capped(num_heads: int) -> Scores:
     return Scores(0.3, cap=2.0)
 
 
+def sinking(num_heads: int) -> Scores:
+    return Scores(0.1, sinks=torch.linspace(-3, 5, num_heads))
+
+
 def all_terms(num_heads: int) -> Scores:
     return replace(alibi(num_heads), cap=2.0)
 
@@ -84,7 +88,8 @@ class Case:
 
     def scores_on(self, device: torch.device) -> Scores:
         scores = self.scores(self.heads[0])
-        return scores if scores.bias is None else replace(scores, bias=scores.bias.to(device))
+        on_device = {name: t.to(device) for name, t in vars(scores).items() if isinstance(t, Tensor)}
+        return replace(scores, **on_device)
 
     def rotation_on(self, device: torch.device) -> Rotation | None:
         if self.rotation is None:
@@ -111,6 +116,10 @@ CASES = {
     "decode, split, heads of 96 rotated in part": Case(LONG, (2, 2), 96, rotation=(20, HALVES), processors=MANY_SPLITS),
     "decode, heads of 256": Case(RAGGED, (2, 2), 256, capped, rotation=(128, HALVES)),
     "decode, learned bias": Case(RAGGED, (2, 2), 64, learned),
+    "decode, sinks": Case(RAGGED, (2, 2), 64, sinking),
+    "decode, split, sinks in a window": Case(LONG, (2, 2), 64, sinking, 40, MANY_SPLITS),
+    "decode, shared kv heads, sinks, split": Case(LONG, (16, 2), 64, sinking, 0, MANY_SPLITS, rotation=(32, HALVES)),
+    "decode, shared kv heads, sinks": Case(RAGGED, (16, 2), 64, sinking, 30),
     "decode, a window of one token": Case(LONG, (2, 2), 64, plain, 1, MANY_SPLITS),
     "decode, shared kv heads": Case(RAGGED, (4, 2), 128, alibi, 30),
     "decode, shared kv heads, rotated pairs": Case(RAGGED, (16, 2), 128, rotation=(32, INTERLEAVED)),
@@ -126,6 +135,7 @@ CASES = {
     "fresh prompts": Case([(5, 5), (33, 33), (90, 90)], (2, 2), 64),
     "a later chunk": Case([(90, 40)], (4, 2), 80, alibi),
     "a prompt behind a cached prefix": Case([(100, 4), (96, 95)], (2, 1), 96, all_terms),
+    "a chunk in a window with sinks": Case([(150, 60)], (4, 2), 64, sinking, 20),
     "a chunk in a window": Case([(150, 60)], (2, 1), 128, alibi, 20),
     "a chunk with heads of 256": Case([(70, 40)], (2, 1), 256, capped, 30),
     "encoder": Case([(40, 40), (17, 17)], (2, 2), 64, learned, is_causal=False),

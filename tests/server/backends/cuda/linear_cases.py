@@ -95,9 +95,11 @@ def check_experts(rows: int, dtype: torch.dtype, device: torch.device, processor
         x = random(rows, inputs, dtype=dtype, device=device)
         case = ProductCase(rows, features, inputs, is_gated=is_gated)
         shared = {"is_gated": is_gated, "products": products(device, processors)}
-        found = CudaGrouped(weights, experts, gate=stock_gate, **shared)(x, ends, Activation.SILU)
+        bias = random(*weights.shape[:2], dtype=dtype, device=device)
+        made = CudaGrouped(weights, experts, gate=stock_gate, **shared)
         one_by_one = LoopedExperts([reference(case, weight) for weight in weights])
-        close(one_by_one(x.float(), ends, Activation.SILU), found, dtype)
+        close(one_by_one(x.float(), ends, Activation.SILU), made(x, ends, Activation.SILU), dtype)
+        close(one_by_one(x.float(), ends, Activation.RELU, bias.float()), made(x, ends, Activation.RELU, bias), dtype)
 
 
 def check_format(

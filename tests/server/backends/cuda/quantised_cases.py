@@ -219,3 +219,5 @@ def check_grouped(case: WeightCase, rows: int, dtype: torch.dtype, device: torch
         assert made is not None
         exact = LoopedExperts([QuantisedFormat(weight, None, is_gated=is_gated) for weight in weights])
         close(exact(x.float(), ends, Activation.SILU), made(x, ends, Activation.SILU), dtype)
+        bias = random(experts, features, dtype=dtype, device=device)
+        close(exact(x.float(), ends, Activation.RELU, bias.float()), made(x, ends, Activation.RELU, bias), dtype)

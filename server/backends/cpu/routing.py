@@ -1,0 +1,92 @@
+"""How tokens find their experts and come back from them, by compiled kernels (`routes.cpp`).
+
+Weights and sums are float32, and rounded once.
+
+Shapes: T tokens, D model width, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from server.backends.cpu.kernels import Kernels
+from server.backends.protocol import LinearFormat
+
+
+@dataclass(frozen=True)
+class KernelRoutes:
+    """See `protocol.Routes`."""
+
+    kernels: Kernels
+    weights: Tensor  # [T, k] float32
+    tokens: Tensor  # [T * k] int32: of each pair
+    places: Tensor  # [T, k] int32: where each pair stands
+    ends: Tensor
+
+    def spread(self, x: Tensor) -> Tensor:
+        x = x if x.is_contiguous() else x.contiguous()
+        out = x.new_empty(len(self.tokens), x.shape[1])
+        gather, threads = self.kernels.gather_rows[x.dtype], torch.get_num_threads()
+        gather(x.data_ptr(), self.tokens.data_ptr(), out.data_ptr(), *out.shape, threads)
+        return out
+
+    def combine(self, y: Tensor) -> Tensor:
+        assert y.is_contiguous()
+        (tokens, top_k), width = self.weights.shape, y.shape[1]
+        out = y.new_empty(tokens, width)
+        self.kernels.weigh_rows[y.dtype](
+            y.data_ptr(),
+            self.weights.data_ptr(),
+            self.places.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            top_k,
+            width,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class KernelRouting:
+    """See `protocol.Routing`."""
+
+    kernels: Kernels
+    num_experts: int
+    top_k: int
+    renormalise: bool
+
+    def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = router.finest(x, bias).float()
+        assert logits.is_contiguous()
+        weights = torch.empty(len(x), self.top_k)
+        chosen = torch.empty(len(x), self.top_k, dtype=torch.int32)
+        self.kernels.choose_experts(
+            logits.data_ptr(),
+            len(x),
+            self.num_experts,
+            self.top_k,
+            self.renormalise,
+            weights.data_ptr(),
+            chosen.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return weights, chosen
+
+    def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> KernelRoutes:
+        weights, chosen = self.choose(router, x, bias)
+        tokens, places = torch.empty(chosen.numel(), dtype=torch.int32), torch.empty_like(chosen)
+        ends = torch.empty(self.num_experts, dtype=torch.int32)
+        self.kernels.sort_pairs(
+            chosen.data_ptr(),
+            len(x),
+            self.num_experts,
+            self.top_k,
+            tokens.data_ptr(),
+            places.data_ptr(),
+            ends.data_ptr(),
+        )
+        return KernelRoutes(self.kernels, weights, tokens, places, ends)
