@@ -24,7 +24,9 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,6 +56,8 @@ LENGTH_BYTES = 8  # of the number in front of a safetensors file's header
 # it is closed. More holds more memory, less opens more often, which takes about a millisecond.
 PIECE_BYTES = 32 << 20
 STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+NOWHERE_ELSE: Mapping[int, tuple[int, int]] = MappingProxyType({})  # where a part is one along one dimension
 
 WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
 HEADS = frozenset(exclusions.HEADS)
@@ -138,12 +142,14 @@ class Checkpoint:
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
+        within: Mapping[int, tuple[int, int]] = NOWHERE_ELSE,
         dtypes: Sequence[torch.dtype] = STORED_FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
         """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned.
 
+        within: half-open parts along other dimensions, to which it is restricted.
         dtypes: those that it may be stored in. dtype: what it is converted to; None: it stays as it is. mapped: it may
         be the file itself instead, in any strides, to be read once and let go: a copy would need fresh memory, which
         costs more than what is copied.
@@ -158,7 +164,7 @@ class Checkpoint:
             )
         if not shape:  # a number, which has no slices
             return self._checked(name, self._number(name), dtypes).to(dtype)
-        region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
+        region = [part if part and d == dim else within.get(d, (0, size)) for d, size in enumerate(shape)]
         nothing = self._checked(name, self._sliced(name, [(0, 0)]), dtypes)
         self._ahead.passed(self._paths[name], name)
         row_bytes = math.prod(shape[1:]) * nothing.itemsize  # a row's pages come whole
@@ -454,12 +460,14 @@ class Weights:
     def _of_expert(
         self, fused: FusedRows, size: tuple[int, int], dim: int, ranges: Ranges, expert: int
     ) -> list[Tensor]:
-        """Parts of one expert's matrix, of which the tensor of all experts is read whole."""
+        """Parts of one expert's matrix, from the tensor of all experts."""
         assert isinstance(self.checkpoint, Checkpoint), "random weights have every tensor by its own name"
         shape = (self.checkpoint.shape_of(fused.name)[0], fused.of * size[0], size[1])
-        rows = self.checkpoint.read(fused.name, shape, part=(expert, expert + 1), dtype=self.dtype)[0]
-        matrix = rows[fused.place * size[0] : (fused.place + 1) * size[0]]
-        return [matrix.narrow(dim, start, stop - start) for start, stop in ranges]
+        first = fused.place * size[0]
+        own = {0: (expert, expert + 1), 1: (first, first + size[0])}
+        parts = [(first + start, first + stop) if dim == 0 else (start, stop) for start, stop in ranges]
+        read = partial(self.checkpoint.read, fused.name, shape, dim=1 + dim, within=own, dtype=self.dtype)
+        return [read(part=part)[0] for part in parts]
 
     def _read(self, name: str, shape: tuple[int, ...], dim: int, part: tuple[int, int] | None) -> Tensor:
         """In our dtype, but on the host."""
