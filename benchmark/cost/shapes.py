@@ -40,6 +40,7 @@ NORMS_PER_LAYER: Mapping[Residual, int] = {
     Residual.PRE_NORMED: 2,
     Residual.POST: 2,
     Residual.SANDWICH: 4,
+    Residual.OUTPUT_NORMED: 2,
     Residual.PARALLEL_ONE_NORM: 1,
     Residual.PARALLEL_TWO_NORMS: 2,
 }
@@ -273,7 +274,8 @@ class ModelShape:
         attention = hidden * (queries + 2 * keys) + queries * hidden
         biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
         biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias
-        norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters + 2 * spec.head_dim * spec.qk_norm
+        norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
+        norms += 2 * spec.head_dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
         return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 SHARD_COUNTS = (1, 2, 4, 8)
 MOST_POSITIONS = 2**31 - 1  # of a sequence
@@ -22,6 +23,7 @@ class Residual(Enum):
     PRE_NORMED:          n = norm(x); x = n + A(n);  n = norm(x); x = n + M(n)
     POST:                x = norm(x + A(x));  x = norm(x + M(x))
     SANDWICH:            x += norm(A(norm(x)));  x += norm(M(norm(x)))
+    OUTPUT_NORMED:       x += norm(A(x));  x += norm(M(x))
     PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
     PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
     """
@@ -31,6 +33,7 @@ class Residual(Enum):
     PRE_NORMED = "pre_normed"
     POST = "post"
     SANDWICH = "sandwich"
+    OUTPUT_NORMED = "output_normed"
     PARALLEL_ONE_NORM = "parallel_one_norm"
     PARALLEL_TWO_NORMS = "parallel_two_norms"
 
@@ -183,12 +186,22 @@ Mlp = Dense | Gated | Moe
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + growth * ln(1 + floor((p + offset) / period)), for long sequences."""
+
+    growth: float
+    period: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What may differ between the layers of one model."""
 
     mlp: Mlp
-    position: Position
+    position: Position | None  # None: attention knows no order but that of what is visible
     window: int = 0  # tokens that a query sees, itself included; 0: all
+    query_scale: QueryScale | None = None
 
 
 @dataclass(frozen=True)
@@ -211,9 +224,12 @@ class ArchSpec:
     unit_head: bool = False  # the head's rows are scaled to length 1
     embed_norm: bool = False  # a norm between the embedding and the first layer
     embed_scale: float = 1.0  # what the embedding is multiplied by
+    rounds_embed_scale: bool = False  # to the model's dtype first
     embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
     final_norm: bool = True
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
+    qk_row_norm: bool = False  # a token's queries of all heads are normalised together, and so are its keys
+    late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
     score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
@@ -244,6 +260,11 @@ class ArchSpec:
         return next((layer.position for layer in self.layers if isinstance(layer.position, Bucketed)), None)
 
 
+def with_layers(spec: ArchSpec, **changes: Any) -> ArchSpec:
+    """The spec with these fields changed in every layer."""
+    return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
+
+
 def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
     """The spec with its rotations scaled, `linear` or `dynamic`, and room for sequences that are `factor` as long.
 
@@ -267,6 +288,16 @@ def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
         for layer in spec.layers
     )
     return replace(spec, layers=layers, max_positions=min(int(spec.max_positions * factor), MOST_POSITIONS))
+
+
+def with_residual_scale(spec: ArchSpec, scale: float) -> ArchSpec:
+    """The spec with all that attention and mlps add to the residual stream multiplied by `scale`.
+
+    The whole stream is divided by it instead, which norms do not notice, but for their eps.
+    """
+    assert spec.residual in (Residual.PRE, Residual.SANDWICH), "each branch begins with a norm"
+    norm = replace(spec.norm, eps=spec.norm.eps / scale**2)
+    return replace(spec, norm=norm, embed_scale=spec.embed_scale / scale)
 
 
 def validate(spec: ArchSpec, world_size: int) -> None:

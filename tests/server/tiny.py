@@ -109,6 +109,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", LLAMA_SIZES | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "stablelm-parallel": ("stablelm", LLAMA_SIZES | {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
     "starcoder2": ("starcoder2", LLAMA_SIZES | {"sliding_window": 24, "use_bias": True}),
+    "granite": ("granite", LLAMA_SIZES | {"embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+                                          "attention_multiplier": 0.1, "logits_scaling": 4.0}),
+    "granitemoe": (
+        "granitemoe", LLAMA_SIZES | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 4.0,
+                                     "attention_multiplier": 0.1, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "smollm3": ("smollm3", LLAMA_SIZES | {"no_rope_layer_interval": 2}),
+    "smollm3-windowed": (
+        "smollm3", LLAMA_SIZES | {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 24},
+    ),
+    "olmo2": ("olmo2", LLAMA_SIZES),
+    "olmo3": (
+        "olmo3", LLAMA_SIZES | {"num_hidden_layers": 4, "sliding_window": 24, "rope_theta": 10000.0,
+                                "rope_scaling": {"attention_factor": 1.2, **ROPE_SCALINGS["yarn"]}},
+    ),
+    "olmoe": ("olmoe", LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
+    "glm": ("glm", LLAMA_SIZES | {"head_dim": 16, "num_key_value_heads": 2}),
+    "glm4": ("glm4", LLAMA_SIZES | {"head_dim": 16, "num_key_value_heads": 2}),
+    "exaone4": ("exaone4", LLAMA_SIZES | {"sliding_window": 24, "num_hidden_layers": 5, "head_dim": 16}),
+    "exaone4-unwindowed": ("exaone4", LLAMA_SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral3": (
+        "ministral3", LLAMA_SIZES | {"head_dim": 16, "rope_parameters": {
+            "rope_theta": 10000.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0,
+            **ROPE_SCALINGS["yarn"], "original_max_position_embeddings": 16}},
+    ),
+    "cohere": ("cohere", LLAMA_SIZES | {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", LLAMA_SIZES | {"logit_scale": 0.25, "sliding_window": 24, "num_hidden_layers": 5}),
+    "phi4-mini": (
+        "phi3", LLAMA_SIZES | {"tie_word_embeddings": True, "original_max_position_embeddings": 128, "head_dim": 8,
+                               "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+                                                   **LONG_ROPE, "short_factor": [1.0, 1.1, 1.2],
+                                                   "long_factor": [1.0, 2.0, 4.0]}},
+    ),
+    "seed_oss": ("seed_oss", LLAMA_SIZES | {"head_dim": 16}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense", LLAMA_SIZES | {"head_dim": 16, "rope_parameters": {
+            "rope_theta": 10000.0, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "ernie4_5": ("ernie4_5", LLAMA_SIZES | {"head_dim": 16, "use_bias": True}),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,
                             "attn_config": {"clip_qkv": 0.5}}),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from server.arch.families import llama, mistral
-from server.arch.families.hf_config import Config, head_dim, rope
+from server.arch.families.hf_config import Config, partial_rope
 from server.arch.names import NameMap
-from server.arch.spec import ArchSpec
+from server.arch.spec import ArchSpec, with_layers
 
 NAMES = NameMap(
     roles={
@@ -22,6 +20,4 @@ NAMES = NameMap(
 
 def spec(config: Config) -> ArchSpec:
     base = mistral.spec(config)
-    share = (config.get("rope_parameters") or config).get("partial_rotary_factor") or 1.0
-    position = rope(config, int(head_dim(config) * share))
-    return replace(base, layers=tuple(replace(layer, position=position) for layer in base.layers))
+    return with_layers(base, position=partial_rope(config))

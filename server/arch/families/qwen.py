@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, windowed
+from server.arch.families.hf_config import Config, mixture, windowed
 from server.arch.names import FUSED_EXPERTS
-from server.arch.spec import ArchSpec, Moe
+from server.arch.spec import ArchSpec
 
 NAMES = llama.NAMES
 NAMES_OF_3 = replace(
@@ -43,13 +43,7 @@ def spec_of_3(config: Config) -> ArchSpec:
 
 def spec_of_3_moe(config: Config) -> ArchSpec:
     base = spec_of_3(config)
-    moe = Moe(
-        num_experts=config.get("num_experts") or config["num_local_experts"],
-        top_k=config["num_experts_per_tok"],
-        width=config["moe_intermediate_size"],
-        activation=activation(config["hidden_act"]),
-        renormalise=config["norm_topk_prob"],
-    )
+    moe = mixture(config, width=config["moe_intermediate_size"])
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     is_moe = [i not in dense and (i + 1) % step == 0 for i in range(base.num_layers)]
     layers = tuple(replace(y, mlp=moe) if wanted else y for y, wanted in zip(base.layers, is_moe, strict=True))
