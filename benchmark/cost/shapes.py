@@ -287,7 +287,8 @@ def _mlp_columns(mlp: Mlp) -> int:
 
 def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
     if isinstance(mlp, Moe):
-        return (mlp.top_k if active else mlp.num_experts) * 3 * hidden * mlp.width + hidden * mlp.num_experts
+        width = (mlp.top_k if active else mlp.num_experts) * mlp.width + mlp.shared_width
+        return hidden * (3 * width + mlp.num_experts + mlp.shared_gate) + mlp.num_experts * mlp.choice_bias
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 
@@ -499,6 +500,10 @@ def _linears_of_layer(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterato
         for role in ("expert_gate", "expert_up"):
             yield role, width, hidden, mlp.num_experts, mlp.top_k
         yield "expert_down", hidden, width, mlp.num_experts, mlp.top_k
+        if mlp.shared_width:
+            for role in ("shared_gate", "shared_up"):
+                yield role, mlp.shared_width, hidden, 1, 1
+            yield "shared_down", hidden, mlp.shared_width, 1, 1
         return
     if isinstance(mlp, Gated) and "mlp_gate_up" in roles:
         yield "mlp_gate_up", 2 * width, hidden, 1, 1

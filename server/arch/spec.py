@@ -171,6 +171,19 @@ class Gated:
     activation: Activation
 
 
+class Scoring(Enum):
+    """How a router's logits become the scores of experts, by which they are chosen and weighted.
+
+    SOFTMAX:       over all experts
+    SIGMOID:       each for itself (arXiv 2412.19437)
+    SPARSE_MIXER:  one after the other, by a softmax over those left that are nearly as good (arXiv 2409.12136)
+    """
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SPARSE_MIXER = "sparse_mixer"
+
+
 @dataclass(frozen=True)
 class Moe:
     """A mixture of gated mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
@@ -180,6 +193,14 @@ class Moe:
     width: int  # of one expert
     activation: Activation
     renormalise: bool  # whether the chosen experts' weights sum to 1
+    scoring: Scoring = Scoring.SOFTMAX
+    choice_bias: bool = False  # a number for each expert that is added to its score for choosing alone
+    num_groups: int = 1  # of neighbouring experts, of which each token goes to the `top_groups` best
+    top_groups: int = 1
+    scale: float = 1.0  # what the chosen experts' weights are multiplied by
+    tolerance: float = 0.0  # of SPARSE_MIXER: how much worse, of its size, a logit may be
+    shared_width: int = 0  # of a gated mlp that all tokens go to; 0: none
+    shared_gate: bool = False  # whether what it gives is multiplied by the sigmoid of a number made of its input
 
 
 Mlp = Dense | Gated | Moe
@@ -237,6 +258,7 @@ class ArchSpec:
     head_scale: float = 1.0  # what the last hidden states are multiplied by before the head
     max_positions: int = 0  # longest sequence; 0: no limit of its own
     encoder: ArchSpec | None = None  # of an encoder-decoder: it shares the embedding, and this is the decoder
+    num_predictors: int = 0  # layers that the checkpoint has behind the last, to predict further tokens: left out
     decoder_start: int = 0  # of an encoder-decoder: the token that every generation starts from
 
     @property
@@ -308,7 +330,9 @@ def validate(spec: ArchSpec, world_size: int) -> None:
 
 
 def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
-    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {layer.mlp.width for layer in spec.layers}}
+    mlps = [layer.mlp for layer in spec.layers]
+    shared = {mlp.shared_width for mlp in mlps if isinstance(mlp, Moe)}
+    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {mlp.width for mlp in mlps} | shared}
     problems = [
         f"the model has {size} {what}, which --num-shard {world_size} does not divide"
         for what, values in sizes.items()

@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.spec import Activation, ArchSpec
+from server.arch.spec import Activation, ArchSpec, Scoring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
 from server.quantisation.kv import AS_COMPUTED, KvFormat
@@ -164,6 +164,21 @@ class GroupedLinear(Movable, Protocol):
 
         ends: [E] int32, ascending; the last is T. Where the weights are gated, what comes out is activation(gate) * up.
         """
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How a router chooses and weighs experts. See `spec.Moe`."""
+
+    scoring: Scoring = Scoring.SOFTMAX
+    bias: Tensor | None = None  # [E] float32, added to scores for choosing alone
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    tolerance: float = 0.0
+
+
+SOFTMAX = RouterRule()
 
 
 class Routes(Protocol):
@@ -336,7 +351,7 @@ class Backend(Protocol):
     ) -> GroupedLinear:
         """The weights [F, D] of `count` experts; each is asked for when it is stored."""
 
-    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool, rule: RouterRule = SOFTMAX) -> Routing:
         """For a mixture of so many experts; renormalise: whether the weights of the chosen ones sum to 1."""
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:

@@ -343,6 +343,15 @@ class Weights:
         """The bias of `role`, or ranges of it."""
         return self.vector(role, size, suffix="bias", ranges=ranges)
 
+    def offsets(self, role: str, size: int) -> Tensor:
+        """A tensor [size], or [1, size], in float32, whose name is the role's with nothing behind it; random: zeros."""
+        if isinstance(self.checkpoint, RandomCheckpoint):
+            return torch.zeros(size, device=self.device)
+        names = [f"{prefix}{name}" for name in self._short_names(role) for prefix in (self.prefix, "")]
+        name = next((name for name in names if name in self.checkpoint), names[0])
+        shape = (1, size) if name in self.checkpoint and len(self.checkpoint.shape_of(name)) == 2 else (size,)
+        return self.checkpoint.read(name, shape, dtype=torch.float32).view(size).to(self.device)
+
     def divisors(self, role: str, size: int, part: tuple[int, int]) -> Tensor | None:
         """Part of the numbers [size] by which what `role` computes is divided; None: there are none."""
         if not self.has(role) or isinstance(self.checkpoint, RandomCheckpoint):

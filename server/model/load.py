@@ -69,7 +69,9 @@ def load(
         cache=cache,
         kv_placement=kv_placement,
     )
-    weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers))
+    predictors = range(spec.num_layers, spec.num_layers + spec.num_predictors)
+    left_out = weights.names_of_layers(predictors) if predictors else ()
+    weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers) + left_out)
     placement.finish()
     return model
 

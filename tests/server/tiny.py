@@ -18,6 +18,13 @@ LLAMA_SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
+MOE_SIZES: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 T5_SIZES: dict[str, Any] = {
     "d_model": 64,
     "d_ff": 96,
@@ -148,6 +155,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 10000.0, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     ),
     "ernie4_5": ("ernie4_5", LLAMA_SIZES | {"head_dim": 16, "use_bias": True}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe", LLAMA_SIZES | {"head_dim": 16, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
+                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    ),
+    "phimoe": (
+        "phimoe", LLAMA_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
+                                 "lm_head_bias": True, "router_jitter_noise": 0.1,
+                                 "rope_parameters": {"rope_theta": 10000.0, "short_mscale": 1.2, "long_mscale": 1.2,
+                                                     **LONG_ROPE}},
+    ),
+    "glm4_moe": (
+        "glm4_moe", LLAMA_SIZES | MOE_SIZES | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True,
+                                               "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    ),
+    "minimax_m2": (
+        "minimax_m2", LLAMA_SIZES | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                     "rotary_dim": 8},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe", LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                    "shared_expert_intermediate_size": 48},
+    ),
+    "dots1": (
+        "dots1", LLAMA_SIZES | MOE_SIZES | {"norm_topk_prob": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,
                             "attn_config": {"clip_qkv": 0.5}}),
@@ -170,5 +202,8 @@ def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name or ".ln_" in name or "ln_f" in name
         parameter.data.normal_(0.5 if is_norm else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model

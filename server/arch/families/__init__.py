@@ -28,7 +28,19 @@ from server.arch.families import (
     t5,
 )
 from server.arch.families.hf_config import checked
-from server.arch.families.variants import cohere, ernie, exaone, glm, granite, hunyuan, olmo, seed, smollm
+from server.arch.families.variants import (
+    cohere,
+    dots,
+    ernie,
+    exaone,
+    glm,
+    granite,
+    hunyuan,
+    minimax,
+    olmo,
+    seed,
+    smollm,
+)
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec
 
@@ -47,7 +59,9 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "chatglm": Family(chatglm.spec, chatglm.NAMES),
     "cohere": Family(cohere.spec, cohere.NAMES),
     "cohere2": Family(cohere.spec_of_2, cohere.NAMES),
+    "dots1": Family(dots.spec, dots.NAMES),
     "ernie4_5": Family(ernie.spec, ernie.NAMES),
+    "ernie4_5_moe": Family(ernie.spec_of_moe, ernie.NAMES_OF_MOE),
     "exaone4": Family(exaone.spec, exaone.NAMES),
     "falcon": Family(falcon.spec, falcon.NAMES),
     "gemma": Family(gemma.spec, gemma.NAMES),
@@ -55,6 +69,7 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "gemma3_text": Family(gemma.spec_of_3, gemma.NAMES_OF_3),
     "glm": Family(glm.spec, glm.NAMES),
     "glm4": Family(glm.spec_of_0414, glm.NAMES_OF_0414),
+    "glm4_moe": Family(glm.spec_of_moe, glm.NAMES_OF_MOE),
     "gpt2": Family(gpt2.spec, gpt2.NAMES),
     "gpt_bigcode": Family(gpt2.spec_of_bigcode, gpt2.NAMES_OF_BIGCODE),
     "gpt_neox": Family(gpt_neox.spec, gpt_neox.NAMES),
@@ -62,6 +77,7 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "granitemoe": Family(granite.spec_of_moe, granite.NAMES_OF_MOE),
     "hunyuan_v1_dense": Family(hunyuan.spec, hunyuan.NAMES),
     "llama": Family(llama.spec, llama.NAMES),
+    "minimax_m2": Family(minimax.spec, minimax.NAMES),
     "ministral3": Family(mistral.spec_of_ministral, mistral.NAMES),
     "mistral": Family(mistral.spec, mistral.NAMES),
     "mixtral": Family(mistral.spec_of_mixtral, mistral.NAMES_OF_MIXTRAL),
@@ -72,7 +88,9 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "olmoe": Family(olmo.spec_of_moe, olmo.NAMES_OF_MOE),
     "opt": Family(opt.spec, opt.NAMES),
     "phi3": Family(phi3.spec, phi3.NAMES),
+    "phimoe": Family(phi3.spec_of_moe, phi3.NAMES_OF_MOE),
     "qwen2": Family(qwen.spec, qwen.NAMES),
+    "qwen2_moe": Family(qwen.spec_of_2_moe, qwen.NAMES_OF_2_MOE),
     "qwen3": Family(qwen.spec_of_3, qwen.NAMES_OF_3),
     "qwen3_moe": Family(qwen.spec_of_3_moe, qwen.NAMES_OF_3),
     "seed_oss": Family(seed.spec, seed.NAMES),

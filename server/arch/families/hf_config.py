@@ -23,6 +23,7 @@ from server.arch.spec import (
     Moe,
     Rope,
     Scaling,
+    Scoring,
     YarnScaling,
 )
 
@@ -60,6 +61,7 @@ def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
 
 
 SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2, MOST_POSITIONS)
+INDEX = _whole(-1)  # of a layer; -1: the last
 NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -76,37 +78,45 @@ FIELDS: dict[str, Kind] = {
         (
             SIZE,
             "d_ff d_kv d_model decoder_sparse_step ffn_dim ffn_hidden_size head_dim hidden_size intermediate_size "
-            "kv_channels moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads n_inner "
-            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads num_key_value_heads "
-            "num_kv_heads num_local_experts padded_vocab_size relative_attention_max_distance "
-            "relative_attention_num_buckets vocab_size word_embed_proj_dim",
+            "kv_channels moe_intermediate_size moe_k moe_layer_interval multi_query_group_num n_embd n_embed n_group "
+            "n_head n_heads n_inner n_routed_experts no_rope_layer_interval num_attention_heads num_experts_per_tok "
+            "num_heads num_key_value_heads num_kv_heads num_local_experts padded_vocab_size "
+            "relative_attention_max_distance relative_attention_num_buckets rotary_dim "
+            "shared_expert_intermediate_size topk_group vocab_size word_embed_proj_dim",
         ),
         (
             POSITIONS,
             "max_position_embeddings max_seq_len model_max_length n_positions original_max_position_embeddings "
             "seq_length",
         ),
-        (COUNT, "decoder_start_token_id max_window_layers num_experts num_ln_in_parallel_attn sliding_window"),
+        (
+            COUNT,
+            "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
+            "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
+            "num_nextn_predict_layers sliding_window",
+        ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
             NUMBER,
-            "alibi_bias_max attention_factor clip_qkv llama_4_scaling_beta mscale mscale_all_dim softmax_scale",
+            "alibi_bias_max attention_factor clip_qkv llama_4_scaling_beta mscale mscale_all_dim "
+            "router_jitter_noise softmax_scale",
         ),
+        (INDEX, "moe_layer_end_index"),
         (PATTERN, "sliding_window_pattern"),
         (
             POSITIVE,
             "alpha attention_multiplier attn_logit_softcapping beta_fast beta_slow embedding_multiplier "
             "expansion_ratio factor final_logit_softcapping high_freq_factor layer_norm_eps layer_norm_epsilon "
-            "layernorm_epsilon logit_scale logits_scaling low_freq_factor norm_epsilon partial_rotary_factor "
-            "query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq rope_ratio rope_theta "
-            "rotary_emb_base rotary_pct",
+            "layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_epsilon "
+            "partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq "
+            "rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale",
         ),
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
-            "attention_bias attention_out_bias bias do_layer_norm_before enable_bias mlp_bias multi_query "
-            "multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
-            "scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
+            "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias "
+            "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
+            "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
             "use_qkv_bias use_sliding_window",
         ),
         (
@@ -223,12 +233,32 @@ def of_layers(values: Sequence[T], num_layers: int, name: str) -> Sequence[T]:
 def mixture(config: Config, *, width: int) -> Moe:
     """The mixture of experts of this width that config.json describes by the names that most families use."""
     return Moe(
-        num_experts=config.get("num_experts") or config["num_local_experts"],
+        num_experts=config.get("num_experts") or config.get("n_routed_experts") or config["num_local_experts"],
         top_k=config["num_experts_per_tok"],
         width=width,
         activation=activation(config["hidden_act"]),
         renormalise=config.get("norm_topk_prob", False),
     )
+
+
+def deepseek_mixture(config: Config) -> Moe:
+    """A mixture as DeepSeek V3 describes it: sigmoids, choice by bias and groups, a scale, experts that all share."""
+    width = config["moe_intermediate_size"]
+    return replace(
+        mixture(config, width=width),
+        scoring=Scoring.SIGMOID,
+        choice_bias=True,
+        num_groups=config.get("n_group", 1),
+        top_groups=config.get("topk_group", 1),
+        scale=config.get("routed_scaling_factor", 1.0),
+        shared_width=width * config.get("n_shared_experts", 0),
+    )
+
+
+def mixed(spec: ArchSpec, moe: Moe, is_mixed: Callable[[int], bool]) -> ArchSpec:
+    """The same with a mixture in some layers."""
+    layers = tuple(replace(layer, mlp=moe) if is_mixed(i) else layer for i, layer in enumerate(spec.layers))
+    return replace(spec, layers=layers)
 
 
 def partial_rope(config: Config, default: float = 1.0) -> Rope:

@@ -1,8 +1,9 @@
 """The real sizes of published checkpoints, loaded by every rank on the meta device: no weights, no bytes.
 
 `real_shapes/*.json` hold a checkpoint's config.json as published, how many parameters its model card names, and the
-names and shapes of its tensors as the headers of its files have them, `{i}` for the layer and `{e}` for the expert;
-what is stored and never used is apart. A rank alone, and every rank of the largest world size that the model allows,
+names and shapes of its tensors as the headers of its files have them, `{i}` for the layer, `{d}` for one of the first,
+`dense`, ones, `{m}` for one of the others, `{n}` for one behind the last, and `{e}` for the expert; what is stored and
+never used is apart. A rank alone, and every rank of the largest world size that the model allows,
 load through the same code as in production; only the files are replaced, and those remember which part of which tensor
 was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover each tensor once, and
 what a rank would read. Left out: contents (`test_families.py`)."""
@@ -76,6 +77,8 @@ EXPECTED = {
     "c4ai-command-r-v01": Expected(EVERY, Rope(8000000.0, 128, interleaved=True)),
     "c4ai-command-r7b": Expected(EVERY, None, (24, 4096)),
     "chatglm3-6b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
+    "dots.llm1": Expected(EVERY, Rope(10000000.0, 128)),
+    "ernie-4.5-21b-a3b": Expected(UP_TO_4, Rope(500000.0, 128, interleaved=True)),  # 20 heads
     "ernie-4.5-0.3b": Expected(EVERY, Rope(500000.0, 128, interleaved=True)),
     "exaone-4.0-32b": Expected(EVERY, None, (48, 4096)),
     "falcon-40b": Expected(EVERY, Rope(10000.0, 64)),
@@ -86,6 +89,7 @@ EXPECTED = {
     "gemma-7b": Expected(EVERY, Rope(10000.0, 256)),
     "glm-4-9b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
     "glm-4-9b-0414": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
+    "glm-4.5-air": Expected(EVERY, Rope(1000000.0, 64)),
     "gpt2": Expected(UP_TO_4, Learned(1024)),  # 12 heads
     "granite-3.1-1b-a400m": Expected(EVERY, Rope(1500000.0, 64)),
     "granite-3.1-8b": Expected(EVERY, Rope(10000000.0, 128)),
@@ -94,6 +98,7 @@ EXPECTED = {
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
     "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
+    "minimax-m2": Expected(EVERY, Rope(5000000.0, 64)),
     "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
     "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
     "mpt-7b": Expected(EVERY, Alibi()),
@@ -106,9 +111,11 @@ EXPECTED = {
     "opt-350m": Expected(EVERY, Learned(2048, offset=2)),
     "phi-3-mini-128k": Expected(EVERY, Rope(10000.0, 96), (32, 262144)),  # its scaling has a test of its own
     "phi-3-mini-4k": Expected(EVERY, Rope(10000.0, 96), (32, 2047)),
+    "phi-3.5-moe": Expected(EVERY, Rope(10000.0, 128), (32, 131072)),  # its scaling is left out of the file
     "phi-4": Expected((1, 2), Rope(250000.0, 128)),  # 10 key-value heads
     "phi-4-mini": Expected(EVERY, Rope(10000.0, 96), (32, 262144)),
     "pythia-6.9b": Expected(EVERY, Rope(10000.0, 32)),
+    "qwen1.5-moe-a2.7b": Expected(EVERY, Rope(1000000.0, 128)),
     "qwen2-7b": Expected(UP_TO_4, Rope(1000000.0, 128)),  # 28 heads
     "qwen3-30b-a3b": Expected(EVERY, Rope(1000000.0, 128)),
     "qwen3-8b": Expected(EVERY, Rope(1000000.0, 128)),
@@ -122,8 +129,8 @@ EXPECTED = {
 # What every rank holds whole: norms, positions, routers, projections of the embedding, and the biases that are added
 # after the reduction.
 REPLICATED = re.compile(
-    r"(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
-    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
+    r"e_score_correction_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
+    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
 ROW_NORM = re.compile(r"\.[qk]_norm\.")
@@ -145,16 +152,21 @@ class Published:
         """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
-        per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{i}" in pattern)
+        per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if "{i}" in p or "{m}" in p)
         layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
         fixture["config"] |= {key: len(layers) for key in NUMS_LAYERS if key in fixture["config"]}
         fixture["config"] |= {key: fixture["config"][key][: len(layers)] for key in BY_LAYER & set(fixture["config"])}
 
+        dense = fixture.get("dense", 0)
+        numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
+
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
-                pattern.format(i=i, e=e): tuple(shape)
+                pattern.format(i=i, d=i, m=i, n=i, e=e): tuple(shape)
                 for pattern, shape in patterns.items()
-                for i, e in product(layers if "{i}" in pattern else [0], experts if "{e}" in pattern else [0])
+                for i, e in product(
+                    next((numbers[key] for key in numbers if key in pattern), [0]), experts if "{e}" in pattern else [0]
+                )
             }
 
         return cls(fixture["config"], spell_out(fixture["tensors"]), spell_out(fixture["unused"]))

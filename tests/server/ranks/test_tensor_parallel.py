@@ -30,6 +30,7 @@ CASES_OF = {
         "falcon-40b",  # kv heads inside a fused projection, one for each rank
         "mixtral",  # experts
         "chatglm3",  # 2 kv heads, each for two ranks
+        "glm4_moe",  # experts that all tokens share, groups of experts
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
