@@ -40,6 +40,7 @@ NORMS_PER_LAYER: Mapping[Residual, int] = {
     Residual.PRE_NORMED: 2,
     Residual.POST: 2,
     Residual.SANDWICH: 4,
+    Residual.OUTPUT_NORMED: 2,
     Residual.PARALLEL_ONE_NORM: 1,
     Residual.PARALLEL_TWO_NORMS: 2,
 }
@@ -273,7 +274,8 @@ class ModelShape:
         attention = hidden * (queries + 2 * keys) + queries * hidden
         biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
         biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks
-        norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters + 2 * spec.head_dim * spec.qk_norm
+        norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
+        norms += 2 * spec.head_dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
         return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
 
@@ -287,7 +289,8 @@ def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
     if isinstance(mlp, Moe):
         experts = mlp.top_k if active else mlp.num_experts
         of_expert = 3 * hidden * mlp.width + (2 * mlp.width + hidden) * mlp.bias
-        return experts * of_expert + (hidden + mlp.router_bias) * mlp.num_experts
+        of_router = (hidden + mlp.router_bias + mlp.choice_bias) * mlp.num_experts
+        return experts * of_expert + of_router + hidden * (3 * mlp.shared_width + mlp.shared_gate)
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 
@@ -501,6 +504,10 @@ def _linears_of_layer(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterato
         for role, outputs in ups.items():
             yield role, outputs, hidden, mlp.num_experts, mlp.top_k
         yield "expert_down", hidden, width, mlp.num_experts, mlp.top_k
+        if mlp.shared_width:
+            for role in ("shared_gate", "shared_up"):
+                yield role, mlp.shared_width, hidden, 1, 1
+            yield "shared_down", hidden, mlp.shared_width, 1, 1
         return
     if isinstance(mlp, Gated) and "mlp_gate_up" in roles:
         yield "mlp_gate_up", 2 * width, hidden, 1, 1

@@ -63,12 +63,12 @@ def _sizes(spec: ArchSpec) -> Iterator[int]:
 def _mlp(layer: LayerSpec, hidden: int) -> int:
     mlp = layer.mlp
     if isinstance(mlp, Moe):
-        return mlp.num_experts * (3 * mlp.width + 1) * hidden
+        return (mlp.num_experts * (3 * mlp.width + 1) + 3 * mlp.shared_width) * hidden
     return hidden * mlp.width * (3 if isinstance(mlp, Gated) else 2)
 
 
 def _products(mlp: Mlp) -> int:
     """Columns of what an mlp's first matrices give for a token."""
     if isinstance(mlp, Moe):
-        return 2 * mlp.top_k * mlp.width
+        return 2 * max(mlp.top_k * mlp.width, mlp.shared_width)
     return mlp.width * (2 if isinstance(mlp, Gated) else 1)

@@ -4,11 +4,13 @@ Roles, each with `.weight` and where the model has one `.bias`:
 
     embed, embed_norm, positions, project_in                before the layers
     attention_norm, q, k, v or qkv, q_norm, k_norm, attention_out, attention_post_norm
-    sinks                                                   [heads], a tensor whose name has no suffix
+    sinks                                                   [heads]; its name has no suffix
     mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
     activation                                              of its mlp, by whose `.scales` AutoAWQ divides, if there are
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number; or `stacks`
+    choice_bias                                             of its router; its name has no suffix
+    shared_gate, shared_up, shared_down; shared_router      what all tokens of its mixture go to; what weighs that
     final_norm, project_out, head                           after the layers
     relative_bias                                           bucketed bias on scores, [buckets, heads]
     cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 SHARD_COUNTS = (1, 2, 4, 8)
 MOST_POSITIONS = 2**31 - 1  # of a sequence
@@ -22,6 +23,7 @@ class Residual(Enum):
     PRE_NORMED:          n = norm(x); x = n + A(n);  n = norm(x); x = n + M(n)
     POST:                x = norm(x + A(x));  x = norm(x + M(x))
     SANDWICH:            x += norm(A(norm(x)));  x += norm(M(norm(x)))
+    OUTPUT_NORMED:       x += norm(A(x));  x += norm(M(x))
     PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
     PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
     """
@@ -31,6 +33,7 @@ class Residual(Enum):
     PRE_NORMED = "pre_normed"
     POST = "post"
     SANDWICH = "sandwich"
+    OUTPUT_NORMED = "output_normed"
     PARALLEL_ONE_NORM = "parallel_one_norm"
     PARALLEL_TWO_NORMS = "parallel_two_norms"
 
@@ -173,6 +176,19 @@ class Gated:
     activation: Activation
 
 
+class Scoring(Enum):
+    """How a router's logits become the scores of experts, by which they are chosen and weighted.
+
+    SOFTMAX:       over all experts
+    SIGMOID:       each for itself (arXiv 2412.19437)
+    SPARSE_MIXER:  one after the other, by a softmax over those left that are nearly as good (arXiv 2409.12136)
+    """
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SPARSE_MIXER = "sparse_mixer"
+
+
 @dataclass(frozen=True)
 class Moe:
     """A mixture of gated mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
@@ -184,9 +200,26 @@ class Moe:
     renormalise: bool  # whether the chosen experts' weights sum to 1
     bias: bool = False  # whether each matrix of an expert has one
     router_bias: bool = False
+    scoring: Scoring = Scoring.SOFTMAX
+    choice_bias: bool = False  # a number for each expert that is added to its score for choosing alone
+    num_groups: int = 1  # of neighbouring experts, of which each token goes to the `top_groups` best
+    top_groups: int = 1
+    scale: float = 1.0  # what the chosen experts' weights are multiplied by
+    tolerance: float = 0.0  # of SPARSE_MIXER: how much worse, of its size, a logit may be
+    shared_width: int = 0  # of a gated mlp that all tokens go to; 0: none
+    shared_gate: bool = False  # whether what it gives is multiplied by the sigmoid of a number made of its input
 
 
 Mlp = Dense | Gated | Moe
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + growth * ln(1 + floor((p + offset) / period)), for long sequences."""
+
+    growth: float
+    period: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -194,9 +227,10 @@ class LayerSpec:
     """What may differ between the layers of one model."""
 
     mlp: Mlp
-    position: Position
+    position: Position | None  # None: attention knows no order but that of what is visible
     window: int = 0  # tokens that a query sees, itself included; 0: all
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
+    query_scale: QueryScale | None = None
 
 
 @dataclass(frozen=True)
@@ -219,9 +253,12 @@ class ArchSpec:
     unit_head: bool = False  # the head's rows are scaled to length 1
     embed_norm: bool = False  # a norm between the embedding and the first layer
     embed_scale: float = 1.0  # what the embedding is multiplied by
+    rounds_embed_scale: bool = False  # to the model's dtype first
     embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
     final_norm: bool = True
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
+    qk_row_norm: bool = False  # a token's queries of all heads are normalised together, and so are its keys
+    late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
     score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
@@ -229,6 +266,7 @@ class ArchSpec:
     head_scale: float = 1.0  # what the last hidden states are multiplied by before the head
     max_positions: int = 0  # longest sequence; 0: no limit of its own
     encoder: ArchSpec | None = None  # of an encoder-decoder: it shares the embedding, and this is the decoder
+    num_predictors: int = 0  # layers that the checkpoint has behind the last, to predict further tokens: left out
     decoder_start: int = 0  # of an encoder-decoder: the token that every generation starts from
 
     @property
@@ -250,6 +288,11 @@ class ArchSpec:
     def buckets(self) -> Bucketed | None:
         """The model's bucketed bias, which all layers share, if it has one."""
         return next((layer.position for layer in self.layers if isinstance(layer.position, Bucketed)), None)
+
+
+def with_layers(spec: ArchSpec, **changes: Any) -> ArchSpec:
+    """The spec with these fields changed in every layer."""
+    return replace(spec, layers=tuple(replace(layer, **changes) for layer in spec.layers))
 
 
 def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
@@ -277,6 +320,16 @@ def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
     return replace(spec, layers=layers, max_positions=min(int(spec.max_positions * factor), MOST_POSITIONS))
 
 
+def with_residual_scale(spec: ArchSpec, scale: float) -> ArchSpec:
+    """The spec with all that attention and mlps add to the residual stream multiplied by `scale`.
+
+    The whole stream is divided by it instead, which norms do not notice, but for their eps.
+    """
+    assert spec.residual in (Residual.PRE, Residual.SANDWICH), "each branch begins with a norm"
+    norm = replace(spec.norm, eps=spec.norm.eps / scale**2)
+    return replace(spec, norm=norm, embed_scale=spec.embed_scale / scale)
+
+
 def validate(spec: ArchSpec, world_size: int) -> None:
     """Raise ValueError with every reason why `spec` cannot be split over `world_size` ranks, and what can."""
     if problems := _split_problems(spec, world_size):
@@ -285,7 +338,9 @@ def validate(spec: ArchSpec, world_size: int) -> None:
 
 
 def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
-    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {layer.mlp.width for layer in spec.layers}}
+    mlps = [layer.mlp for layer in spec.layers]
+    shared = {mlp.shared_width for mlp in mlps if isinstance(mlp, Moe)}
+    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {mlp.width for mlp in mlps} | shared}
     problems = [
         f"the model has {size} {what}, which --num-shard {world_size} does not divide"
         for what, values in sizes.items()

@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.spec import Activation, ArchSpec
+from server.arch.spec import Activation, ArchSpec, Scoring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
 from server.quantisation.kv import AS_COMPUTED, KvFormat
@@ -168,6 +168,27 @@ class GroupedLinear(Movable, Protocol):
         ends: [E] int32, ascending; the last is T. bias: [E, F]. Where the weights are gated, what comes out is
         activation(gate) * up, and bias is [E, 2 F].
         """
+
+
+@dataclass(frozen=True)
+class RouterRule:
+    """How a router chooses and weighs experts. See `spec.Moe`."""
+
+    scoring: Scoring = Scoring.SOFTMAX
+    bias: Tensor | None = None  # [E] float32, added to scores for choosing alone
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    tolerance: float = 0.0
+
+    @property
+    def is_softmax_alone(self) -> bool:
+        """Whether the best of a softmax are chosen and weighed by it."""
+        is_whole = self.bias is None and self.top_groups == self.num_groups
+        return self.scoring is Scoring.SOFTMAX and is_whole and self.scale == 1.0
+
+
+SOFTMAX = RouterRule()
 
 
 class Routes(Protocol):
@@ -342,7 +363,7 @@ class Backend(Protocol):
     ) -> GroupedLinear:
         """The weights [F, D] of `count` experts; each is asked for when it is stored."""
 
-    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool, rule: RouterRule = SOFTMAX) -> Routing:
         """For a mixture of so many experts; renormalise: whether the weights of the chosen ones sum to 1."""
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:

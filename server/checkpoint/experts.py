@@ -1,7 +1,7 @@
 """The matrices of a mixture's experts, as a rank holds them: from tensors of each expert's own, or from stacks of all.
 
 Of a stack, a rank reads what it holds, expert by expert. Left out: tensors of all experts that lie beside each other
-as those of one (`FusedRows`), of which `weights.py` reads an expert whole.
+as those of one (`FusedRows`), of which `weights.py` reads an expert.
 
 Shapes: E experts, D model width, W width of an expert, F this rank's part of it.
 """
@@ -139,9 +139,9 @@ class StackedExperts:
         (outputs, inputs), count = part.size, self.kind.num_experts
         shape, of_rows = ((count, inputs, outputs), 2) if stack.transposed else ((count, outputs, inputs), 1)
         dim, ranges = (3 - of_rows, [part.columns]) if part.columns != (0, inputs) else (of_rows, part.rows)
-        one = expert, expert + 1
+        one = {0: (expert, expert + 1)}
         read = [
-            self.weights.checkpoint.read(stack.name, shape, dim=dim, part=piece, leading=one, dtype=dtype)[0]
+            self.weights.checkpoint.read(stack.name, shape, dim=dim, part=piece, within=one, dtype=dtype)[0]
             for piece in ranges
         ]
         whole = torch.cat([matrix.t() if stack.transposed else matrix for matrix in read], 0 if dim == of_rows else 1)
@@ -178,9 +178,9 @@ class OneExpert:
         mapped: bool = False,
     ) -> Tensor:
         """As of a checkpoint: neither shape nor dim count the dimension of the experts."""
-        whole, one = (self.count, *shape), (self.expert, self.expert + 1)
+        whole, one = (self.count, *shape), {0: (self.expert, self.expert + 1)}
         return self.checkpoint.read(
-            _stacked(name), whole, dim=dim + 1, part=part, leading=one, dtypes=dtypes, mapped=mapped
+            _stacked(name), whole, dim=dim + 1, part=part, within=one, dtypes=dtypes, mapped=mapped
         )[0]
 
 

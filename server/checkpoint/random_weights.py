@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from server.blocks import ceil_divide
-from server.checkpoint.formats.protocol import FLOATS
+from server.checkpoint.formats.protocol import FLOATS, NOWHERE_ELSE
 from server.quantisation.sizes import Storage
 
 LARGEST = 0.05  # of a weight's magnitudes, dense or quantised
@@ -72,15 +72,14 @@ class RandomCheckpoint:
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
-        leading: tuple[int, int] | None = None,
+        within: Mapping[int, tuple[int, int]] = NOWHERE_ELSE,
         dtypes: Sequence[torch.dtype] = FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
         """A random tensor of the shape of what `Checkpoint.read` would return: of any bits, where it is no number."""
-        start, stop = part or (0, shape[dim] if shape else 1)
-        size = [stop - start if d == dim else n for d, n in enumerate(shape)]
-        size[:1] = [leading[1] - leading[0]] if leading else size[:1]
+        parts = dict(within) if part is None else {**within, dim: part}
+        size = [stop - start for start, stop in (parts.get(d, (0, n)) for d, n in enumerate(shape))]
         count, stored = math.prod(size), self._block.dtype if self._block.dtype in dtypes else dtypes[0]
         if stored in FLOATS:
             return _repeated(self._block.to(dtype or stored), count).view(size)

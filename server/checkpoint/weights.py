@@ -24,6 +24,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from server.arch.names import FusedRows, NameMap, QkvLayout
 from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import (
     FLOATS,
+    NOWHERE_ELSE,
     Format,
     FormatError,
     Part,
@@ -138,14 +140,14 @@ class Checkpoint:
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
-        leading: tuple[int, int] | None = None,
+        within: Mapping[int, tuple[int, int]] = NOWHERE_ELSE,
         dtypes: Sequence[torch.dtype] = STORED_FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
         """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned.
 
-        leading: likewise of its first dimension, beside a part of another one.
+        within: half-open parts along other dimensions, to which it is restricted.
         dtypes: those that it may be stored in. dtype: what it is converted to; None: it stays as it is. mapped: it may
         be the file itself instead, in any strides, to be read once and let go: a copy would need fresh memory, which
         costs more than what is copied.
@@ -160,8 +162,7 @@ class Checkpoint:
             )
         if not shape:  # a number, which has no slices
             return self._checked(name, self._number(name), dtypes).to(dtype)
-        region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
-        region[0] = leading or region[0]
+        region = [part if part and d == dim else within.get(d, (0, size)) for d, size in enumerate(shape)]
         nothing = self._checked(name, self._sliced(name, [(0, 0)]), dtypes)
         self._ahead.passed(self._paths[name], name)
         row_bytes = math.prod(shape[1:]) * nothing.itemsize  # a row's pages come whole
@@ -338,10 +339,16 @@ class Weights:
         parts = [self._read(name, (size,), 0, part) for part in ranges or [(0, size)]]
         return self._own(parts, dim=0)
 
-    def bare(self, role: str, size: int, part: tuple[int, int]) -> Tensor:
-        """Part of a tensor [size] whose name has no suffix."""
-        (short,) = self._short_names(role)
-        return self._own([self._read(self.prefix + short, (size,), 0, part)], dim=0)
+    def bare(self, role: str, size: int, part: tuple[int, int] | None = None) -> Tensor:
+        """A tensor [size] or [1, size], or its half-open part, in float32, whose name has no suffix."""
+        names = [prefix + name for name in self._short_names(role) for prefix in (self.prefix, "")]
+        name = next((name for name in names if name in self.checkpoint), names[0])
+        checkpoint = self.checkpoint
+        shape: tuple[int, ...] = (size,)
+        if isinstance(checkpoint, Checkpoint) and name in checkpoint and len(checkpoint.shape_of(name)) == 2:
+            shape = (1, size)
+        found = checkpoint.read(name, shape, dim=len(shape) - 1, part=part, dtype=torch.float32)
+        return found.view(-1).to(self.device)
 
     def bias(self, role: str, size: int, *, ranges: Ranges | None = None) -> Tensor:
         """The bias of `role`, or ranges of it."""
@@ -464,12 +471,14 @@ class Weights:
     def _of_expert(
         self, fused: FusedRows, size: tuple[int, int], dim: int, ranges: Ranges, expert: int
     ) -> list[Tensor]:
-        """Parts of one expert's matrix, of which the tensor of all experts is read whole."""
+        """Parts of one expert's matrix, from the tensor of all experts."""
         assert isinstance(self.checkpoint, Checkpoint), "random weights have every tensor by its own name"
         shape = (self.checkpoint.shape_of(fused.name)[0], fused.of * size[0], size[1])
-        rows = self.checkpoint.read(fused.name, shape, part=(expert, expert + 1), dtype=self.dtype)[0]
-        matrix = rows[fused.place * size[0] : (fused.place + 1) * size[0]]
-        return [matrix.narrow(dim, start, stop - start) for start, stop in ranges]
+        first = fused.place * size[0]
+        own = {0: (expert, expert + 1), 1: (first, first + size[0])}
+        parts = [(first + start, first + stop) if dim == 0 else (start, stop) for start, stop in ranges]
+        read = partial(self.checkpoint.read, fused.name, shape, dim=1 + dim, within=own, dtype=self.dtype)
+        return [read(part=part)[0] for part in parts]
 
     def _read(self, name: str, shape: tuple[int, ...], dim: int, part: tuple[int, int] | None) -> Tensor:
         """In our dtype, but on the host."""

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
-from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Routing
+from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, RouterRule, Routing
 from server.checkpoint.experts import SeparateExperts, StackedExperts
 from server.checkpoint.weights import Weights
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
+
+GATE_AND_UP = ("mlp_gate", "mlp_up")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class MoeMlp:
-    """x [T, D] → the sum of each token's k best experts, weighted by the router's probabilities.
+    """x [T, D] → the sum of each token's k best experts, weighted by the router's scores, and of what all share.
 
     Tokens are sorted by expert, so that each expert's are in one run and the products of all experts are one operator.
     Nothing of that is read by the host, unless the experts' format does.
@@ -59,12 +61,15 @@ class MoeMlp:
     router_bias: Tensor | None = None  # [E]
     up_bias: Tensor | None = None  # [E, 2 F], as the weights are
     down_bias: Tensor | None = None  # [E, D], on one rank alone: it is added once to the sum over the ranks
+    shared: DenseMlp | None = None  # for all tokens
+    shared_gate: LinearFormat | None = None  # [1, D], on every rank
     bias: None = None
 
     @property
     def matrices(self) -> list[Matrix]:
         """Its weights."""
-        return [self.router, self.up, self.down]
+        gate = [] if self.shared_gate is None else [self.shared_gate]
+        return [self.router, self.up, self.down, *gate, *(self.shared.matrices if self.shared else [])]
 
     def branch(self, x: Tensor) -> Branch:
         """What it adds for input x [T, D]."""
@@ -75,6 +80,11 @@ class MoeMlp:
         routes = self.routing(self.router, x, self.router_bias)
         y = self.up(routes.spread(x), routes.ends, self.activation, self.up_bias)
         total = routes.combine(self.down(y, routes.ends, None, self.down_bias))
+        if self.shared is not None:
+            activated = self.shared.up(x, self.shared.activation)
+            if self.shared_gate is not None:
+                activated = activated * self.shared_gate(x, None).sigmoid()
+            total = self.shared.down(activated, total)
         return total if base is None else base + total
 
 
@@ -83,7 +93,7 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
     if isinstance(kind, Moe):
         return _load_moe(weights, spec, kind, backend)
     if isinstance(kind, Gated):
-        up = _load_gate_up(weights, spec, kind.width, backend.linear)
+        up = _load_gate_up(weights, spec, kind.width, backend.linear, GATE_AND_UP, bias=spec.mlp_bias)
     else:
         up = load_column(weights, "mlp_up", (kind.width, spec.hidden_size), backend.linear, bias=spec.mlp_bias)
     down = load_row(weights, "mlp_down", (spec.hidden_size, kind.width), backend.linear, bias=spec.mlp_bias)
@@ -92,19 +102,20 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
     )
 
 
-def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear) -> ColumnLinear:
+def _load_gate_up(
+    weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear, roles: tuple[str, str], *, bias: bool
+) -> ColumnLinear:
     """[gate | up] of this rank, from one tensor or from two."""
     start, stop = weights.shard.range(width)
     make_gated = partial(make_linear, is_gated=True)
-    if weights.holds("mlp_gate_up") or not weights.has("mlp_gate"):
+    if roles == GATE_AND_UP and (weights.holds("mlp_gate_up") or not weights.has("mlp_gate")):
         ranges = [(start, stop), (width + start, width + stop)]
         size = (2 * width, spec.hidden_size)
-        return load_column(weights, "mlp_gate_up", size, make_gated, bias=spec.mlp_bias, ranges=ranges)
+        return load_column(weights, "mlp_gate_up", size, make_gated, bias=bias, ranges=ranges)
     size, part = (width, spec.hidden_size), [(start, stop)]
-    roles = ("mlp_gate", "mlp_up")
     weight = stacked([weights.linear(role, size, rows=part) for role in roles], make_linear, is_gated=True)
-    bias = torch.cat([weights.bias(role, width, ranges=part) for role in roles]) if spec.mlp_bias else None
-    return ColumnLinear(weight, bias)
+    biases = [weights.bias(role, width, ranges=part) for role in roles] if bias else []
+    return ColumnLinear(weight, torch.cat(biases) if biases else None)
 
 
 def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> MoeMlp:
@@ -114,11 +125,27 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
     down_bias = experts.down_bias() if kind.bias else None  # which every rank reads, and one adds
     return MoeMlp(
         router=backend.linear(weights.rows("router", (count, hidden))),
-        routing=backend.routing(count, kind.top_k, renormalise=kind.renormalise),
+        routing=_load_routing(weights, kind, backend),
         up=backend.grouped(map(experts.gate_up, range(count)), count, is_gated=True),
         down=backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max),
         activation=kind.activation,
         router_bias=weights.bias("router", count) if kind.router_bias else None,
         up_bias=experts.gate_up_bias() if kind.bias else None,
         down_bias=down_bias if weights.shard.rank == 0 else None,
+        shared=_load_shared(weights, spec, kind, backend) if kind.shared_width else None,
+        shared_gate=backend.linear(weights.rows("shared_router", (1, hidden))) if kind.shared_gate else None,
+    )
+
+
+def _load_routing(weights: Weights, kind: Moe, backend: Backend) -> Routing:
+    bias = weights.bare("choice_bias", kind.num_experts) if kind.choice_bias else None
+    rule = RouterRule(kind.scoring, bias, kind.num_groups, kind.top_groups, kind.scale, kind.tolerance)
+    return backend.routing(kind.num_experts, kind.top_k, renormalise=kind.renormalise, rule=rule)
+
+
+def _load_shared(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> DenseMlp:
+    width, roles = kind.shared_width, ("shared_gate", "shared_up")
+    up = _load_gate_up(weights, spec, width, backend.linear, roles, bias=False)
+    return DenseMlp(
+        up, load_row(weights, "shared_down", (spec.hidden_size, width), backend.linear, bias=False), kind.activation
     )

@@ -1,4 +1,4 @@
-"""How a model knows the order of its tokens: ALiBi slopes, bucketed biases, and rotations.
+"""How a model knows the order of its tokens: ALiBi slopes, bucketed biases, rotations, scales of queries.
 
 The rotation of a token is a pure function of its position and of its sequence's prompt length, so that chunks of a
 prompt, cached tokens and resumed requests agree.
@@ -20,6 +20,7 @@ from server.arch.spec import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    QueryScale,
     Rope,
     YarnScaling,
 )
@@ -59,6 +60,12 @@ def _bucket_of(distance: Tensor, buckets: Bucketed) -> Tensor:
     octaves = (size.clamp(min=exact).float() / exact).log() / math.log(buckets.max_distance / exact)
     grown = (exact + (octaves * (count - exact)).long()).clamp(max=count - 1)
     return behind + torch.where(size < exact, size, grown)
+
+
+def query_scales(scale: QueryScale, positions: Tensor) -> Tensor:
+    """What the queries at `positions` [T] are multiplied by, [T, 1, 1] float32."""
+    periods = torch.div(positions + scale.offset, scale.period, rounding_mode="floor")
+    return (1 + scale.growth * periods.float().log1p()).view(-1, 1, 1)
 
 
 class Rotary:

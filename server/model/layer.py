@@ -10,14 +10,17 @@ W elements that a token's key or value takes in the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, LayerSpec, Residual, Rope
+from server.arch.spec import ArchSpec, LayerSpec, QueryScale, Residual, Rope
 from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
+from server.backends.reference.attention import rotate
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear
 from server.layers.mlp import DenseMlp, MoeMlp
+from server.layers.qk_norm import QkNorm
 from server.ranks.collectives import Shard
 
 
@@ -28,6 +31,7 @@ class LayerStep:
     meta: StepMeta
     rotations: Mapping[Rope, Rotation]
     cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
+    query_scales: Mapping[QueryScale, Tensor] = field(default_factory=dict)  # [T, 1, 1] each
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,7 @@ class AttentionBlock:
 
     qkv: ColumnLinear  # rows [q | k | v] of this rank's heads
     out: RowLinear
-    q_norm: Norm | None
-    k_norm: Norm | None
+    qk_norm: QkNorm | None
     attention: Attention
     spec: ArchSpec
     layer: LayerSpec
@@ -48,18 +51,22 @@ class AttentionBlock:
 
     def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
         """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, W]."""
-        heads = self._heads(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            heads = self.q_norm.normalise_heads(self.k_norm, heads, kv_heads=kv.shape[2])
-        position = self.layer.position
+        heads, kv_heads, position = self._heads(x), kv.shape[2], self.layer.position
         rotation = step.rotations[position] if isinstance(position, Rope) else None
+        if self.spec.late_qk_norm and rotation is not None:
+            heads = torch.cat([rotate(rotation, heads[:, :-kv_heads]), heads[:, -kv_heads:]], dim=1)
+            rotation = None
+        if self.qk_norm is not None:
+            heads = self.qk_norm(heads, kv_heads)
+        if self.spec.qkv_clip:
+            heads = heads.clamp(-self.spec.qkv_clip, self.spec.qkv_clip)
+        if self.layer.query_scale is not None:
+            heads[:, : -2 * kv_heads] *= step.query_scales[self.layer.query_scale]
         return self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
 
     def _heads(self, x: Tensor) -> Tensor:
         """x [T, D] → its queries, keys and values [T, N + 2K, H]."""
         qkv = self.qkv(x)
-        if self.spec.qkv_clip:
-            qkv = qkv.clamp(-self.spec.qkv_clip, self.spec.qkv_clip)
         return qkv.view(len(qkv), -1, self.spec.head_dim)
 
 
@@ -210,6 +217,12 @@ def _sandwich(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stre
     return layer.add(x, layer.mlp.branch(normed), norm=norms["mlp_post_norm"])
 
 
+def _output_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    x = stream.total
+    x = layer.add(x, layer.attend(x, kv, step), norm=layer.norms["attention_post_norm"]).total
+    return layer.add(x, layer.mlp.branch(x), norm=layer.norms["mlp_post_norm"])
+
+
 def _parallel_one_norm(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     return layer.add(x, layer.attend(normed, kv, step), layer.mlp.branch(normed))
@@ -227,6 +240,7 @@ WIRINGS = {
     Residual.PRE_NORMED: (_pre_normed, ("attention_norm", "mlp_norm")),
     Residual.POST: (_post, ("attention_norm", "mlp_norm")),
     Residual.SANDWICH: (_sandwich, ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")),
+    Residual.OUTPUT_NORMED: (_output_normed, ("attention_post_norm", "mlp_post_norm")),
     Residual.PARALLEL_ONE_NORM: (_parallel_one_norm, ("attention_norm",)),
     Residual.PARALLEL_TWO_NORMS: (_parallel_two_norms, ("attention_norm", "mlp_norm")),
 }

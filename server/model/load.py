@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, LayerNormSpec, LayerSpec, Learned, Rope
+from server.arch.spec import ArchSpec, LayerNormSpec, LayerSpec, Learned, RmsNormSpec, Rope
 from server.arch.stages import Stage
 from server.backends.protocol import Attention, Backend, Norm, Scores
 from server.checkpoint.weights import Weights, head_ranges
@@ -20,6 +20,7 @@ from server.layers.embedding import Embedding, load_embedding, load_head
 from server.layers.linear import ColumnLinear, load_column, load_row, stacked
 from server.layers.mlp import load_mlp
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
+from server.layers.qk_norm import DividedRowNorm, HeadNorm, QkNorm, RowNorm
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
@@ -68,7 +69,9 @@ def load(
         cache=cache,
         kv_placement=kv_placement,
     )
-    weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers))
+    predictors = range(spec.num_layers, spec.num_layers + spec.num_predictors)
+    left_out = weights.names_of_layers(predictors) if predictors else ()
+    weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers) + left_out)
     placement.finish()
     return model
 
@@ -129,7 +132,7 @@ class StackLoader:
             cache = replace(cache, scales=scales)
         if self.spec.layers[layer].sinks:
             heads = self.spec.num_heads
-            scores = replace(scores, sinks=weights.bare("sinks", heads, weights.shard.range(heads)).float())
+            scores = replace(scores, sinks=weights.bare("sinks", heads, weights.shard.range(heads)))
         if scores is self._scores and cache is self.cache:
             return self._shared_attention
         return self._attending(scores, cache)
@@ -186,12 +189,30 @@ class StackLoader:
         return AttentionBlock(
             qkv=self._qkv(),
             out=load_row(self.weights, "attention_out", size, self.backend.linear, bias=spec.attention_out_bias),
-            q_norm=self._norm("q_norm", spec.head_dim) if spec.qk_norm else None,
-            k_norm=self._norm("k_norm", spec.head_dim) if spec.qk_norm else None,
+            qk_norm=self._qk_norm(),
             attention=attention,
             spec=spec,
             layer=layer,
         )
+
+    def _qk_norm(self) -> QkNorm | None:
+        spec, shard = self.spec, self.weights.shard
+        if spec.qk_norm or spec.late_qk_norm:
+            return HeadNorm(self._norm("q_norm", spec.head_dim), self._norm("k_norm", spec.head_dim))
+        if not spec.qk_row_norm:
+            return None
+        widths = {"q_norm": spec.num_heads * spec.head_dim, "k_norm": spec.num_kv_heads * spec.head_dim}
+        if shard.world_size == 1:
+            return RowNorm(*(self._norm(role, width) for role, width in widths.items()))
+        assert isinstance(spec.norm, RmsNormSpec), "the ranks add up squares"
+        local = (range(*shard.range(spec.num_heads)), local_kv_heads(spec, shard))
+        parts = [
+            self.weights.vector(role, width, ranges=[(heads.start * spec.head_dim, heads.stop * spec.head_dim)])
+            for (role, width), heads in zip(widths.items(), local, strict=True)
+        ]
+        sizes = [len(part) * shard.world_size for part in parts]
+        weights = torch.cat(parts).float().view(-1, spec.head_dim) + spec.norm.unit_offset
+        return DividedRowNorm(weights, weights.new_tensor(sizes), spec.norm.eps, shard)
 
     def _cross(self) -> CrossBlock:
         spec, weights, make_linear = self.spec, self.weights, self.backend.linear

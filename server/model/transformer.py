@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from server.arch.footprint import least_step_bytes
-from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, Rope
+from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, QueryScale, Rope
 from server.arch.stages import Stage
 from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.layers.embedding import Embedding, Head, vocab_share
-from server.layers.position import Rotary
+from server.layers.position import Rotary, query_scales
 from server.model.layer import LayerStep, Stream
 from server.model.streamed import AnyLayer
 from server.quantisation.kv import AS_COMPUTED, KvFormat
@@ -72,7 +72,7 @@ class Stack:
     ) -> tuple[Stream, LayerStep]:
         """token_ids [T] → the residual stream before the first layer, and what every layer is told."""
         x = self._embed(token_ids, meta) if hidden is None else hidden
-        return Stream(x), LayerStep(meta, self._rotations(meta), cross)
+        return Stream(x), LayerStep(meta, self._rotations(meta), cross, self._query_scales(meta))
 
     def end(self, stream: Stream) -> Tensor:
         """The residual stream behind the last layer → final hidden states [T, D]; as it is, where a stage follows."""
@@ -83,8 +83,8 @@ class Stack:
         assert self.embedding is not None, "a later stage is given hidden states"
         x = self.embedding(token_ids)
         if self.spec.embed_scale != 1.0:
-            # The scale is rounded to the model's dtype first, as in training.
-            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
+            scale = self.spec.embed_scale
+            x = x * (torch.tensor(scale, dtype=x.dtype) if self.spec.rounds_embed_scale else scale)
         if self.project_in is not None:
             x = self.project_in(x, None)
         if self.positions is not None:
@@ -93,6 +93,10 @@ class Stack:
 
     def _rotations(self, meta: StepMeta) -> dict[Rope, Rotation]:
         return {rope: rotary(meta.positions, meta.prompt_lengths) for rope, rotary in self.rotaries.items()}
+
+    def _query_scales(self, meta: StepMeta) -> dict[QueryScale, Tensor]:
+        scales = {layer.query_scale for layer in self.spec.layers if layer.query_scale is not None}
+        return {scale: query_scales(scale, meta.positions) for scale in scales}
 
     @property
     def nbytes(self) -> int:

@@ -45,6 +45,8 @@ NORMS: Mapping[Residual, Mapping[str, tuple[str, ...]]] = {
     Residual.PARALLEL_TWO_NORMS: {"attention_norm": ("qkv",), "mlp_norm": ("up",)},
     Residual.PARALLEL_ONE_NORM: {"attention_norm": ("qkv", "up")},
 }
+# What reads a mixture's input beside its experts.
+MOE_READERS = ("router", "shared_router", "shared_gate", "shared_up")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def _norm(weights: Weights, spec: ArchSpec, index: int, place: str) -> Origin | 
         fed[role],
         (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",),
         offset=1.0 if isinstance(spec.norm, RmsNormSpec) and spec.norm.unit_offset else 0.0,
-        readers=(f"{weights.name_of('router')}.weight",) if is_moe else (),
+        readers=tuple(f"{weights.name_of(role)}.weight" for role in MOE_READERS if weights.holds(role))
+        if is_moe
+        else (),
     )
 
 

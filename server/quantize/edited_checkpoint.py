@@ -7,14 +7,14 @@ Of changed and quantised tensors there are only those of the layer at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors
+from server.checkpoint.formats.protocol import NOWHERE_ELSE, Format, Part, Ranges, Tensors
 from server.checkpoint.weights import STORED_FLOATS, Checkpoint
 from server.quantisation.stored import QuantisedWeight
 
@@ -36,7 +36,7 @@ class EditedCheckpoint(Checkpoint):
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
-        leading: tuple[int, int] | None = None,
+        within: Mapping[int, tuple[int, int]] = NOWHERE_ELSE,
         dtypes: Sequence[torch.dtype] = STORED_FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
@@ -45,10 +45,11 @@ class EditedCheckpoint(Checkpoint):
         changed = self.changed.get(name)
         if changed is None:
             return super().read(
-                name, shape, dim=dim, part=part, leading=leading, dtypes=dtypes, dtype=dtype, mapped=mapped
+                name, shape, dim=dim, part=part, within=within, dtypes=dtypes, dtype=dtype, mapped=mapped
             )
-        changed = changed if leading is None else changed[slice(*leading)]
-        return (changed if part is None else changed.narrow(dim, part[0], part[1] - part[0])).to(dtype)
+        for d, (start, stop) in {**within, **({} if part is None else {dim: part})}.items():
+            changed = changed.narrow(d, start, stop - start)
+        return changed.to(dtype)
 
     def whole(self, name: str) -> Tensor:
         """A tensor as it is stored, or as it was changed."""

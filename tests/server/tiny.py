@@ -18,6 +18,13 @@ LLAMA_SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
+MOE_SIZES: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 T5_SIZES: dict[str, Any] = {
     "d_model": 64,
     "d_ff": 96,
@@ -114,6 +121,70 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                   "sliding_window": 24, "rope_parameters": {
                                       "rope_theta": 150000.0, "truncate": False, **ROPE_SCALINGS["yarn"]}},
     ),
+    "granite": ("granite", LLAMA_SIZES | {"embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+                                          "attention_multiplier": 0.1, "logits_scaling": 4.0}),
+    "granitemoe": (
+        "granitemoe", LLAMA_SIZES | {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 4.0,
+                                     "attention_multiplier": 0.1, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "smollm3": ("smollm3", LLAMA_SIZES | {"no_rope_layer_interval": 2}),
+    "smollm3-windowed": (
+        "smollm3", LLAMA_SIZES | {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 24},
+    ),
+    "olmo2": ("olmo2", LLAMA_SIZES),
+    "olmo3": (
+        "olmo3", LLAMA_SIZES | {"num_hidden_layers": 4, "sliding_window": 24, "rope_theta": 10000.0,
+                                "rope_scaling": {"attention_factor": 1.2, **ROPE_SCALINGS["yarn"]}},
+    ),
+    "olmoe": ("olmoe", LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 0.5}),
+    "glm": ("glm", LLAMA_SIZES | {"head_dim": 16, "num_key_value_heads": 2}),
+    "glm4": ("glm4", LLAMA_SIZES | {"head_dim": 16, "num_key_value_heads": 2}),
+    "exaone4": ("exaone4", LLAMA_SIZES | {"sliding_window": 24, "num_hidden_layers": 5, "head_dim": 16}),
+    "exaone4-unwindowed": ("exaone4", LLAMA_SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ministral3": (
+        "ministral3", LLAMA_SIZES | {"head_dim": 16, "rope_parameters": {
+            "rope_theta": 10000.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0,
+            **ROPE_SCALINGS["yarn"], "original_max_position_embeddings": 16}},
+    ),
+    "cohere": ("cohere", LLAMA_SIZES | {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", LLAMA_SIZES | {"logit_scale": 0.25, "sliding_window": 24, "num_hidden_layers": 5}),
+    "phi4-mini": (
+        "phi3", LLAMA_SIZES | {"tie_word_embeddings": True, "original_max_position_embeddings": 128, "head_dim": 8,
+                               "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+                                                   **LONG_ROPE, "short_factor": [1.0, 1.1, 1.2],
+                                                   "long_factor": [1.0, 2.0, 4.0]}},
+    ),
+    "seed_oss": ("seed_oss", LLAMA_SIZES | {"head_dim": 16}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense", LLAMA_SIZES | {"head_dim": 16, "rope_parameters": {
+            "rope_theta": 10000.0, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "ernie4_5": ("ernie4_5", LLAMA_SIZES | {"head_dim": 16, "use_bias": True}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe", LLAMA_SIZES | {"head_dim": 16, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
+                                       "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
+    ),
+    "phimoe": (
+        "phimoe", LLAMA_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True,
+                                 "lm_head_bias": True, "router_jitter_noise": 0.1,
+                                 "rope_parameters": {"rope_theta": 10000.0, "short_mscale": 1.2, "long_mscale": 1.2,
+                                                     **LONG_ROPE}},
+    ),
+    "glm4_moe": (
+        "glm4_moe", LLAMA_SIZES | MOE_SIZES | {"head_dim": 16, "use_qk_norm": True, "attention_bias": True,
+                                               "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+    ),
+    "minimax_m2": (
+        "minimax_m2", LLAMA_SIZES | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                     "rotary_dim": 8},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe", LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                    "shared_expert_intermediate_size": 48},
+    ),
+    "dots1": (
+        "dots1", LLAMA_SIZES | MOE_SIZES | {"norm_topk_prob": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,
                             "attn_config": {"clip_qkv": 0.5}}),
@@ -136,5 +207,8 @@ def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name or ".ln_" in name or "ln_f" in name
         parameter.data.normal_(0.5 if is_norm else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model

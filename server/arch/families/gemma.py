@@ -42,6 +42,7 @@ def spec(config: Config) -> ArchSpec:
         norm=RmsNormSpec(config["rms_norm_eps"], unit_offset=True),
         layers=tuple(replace(layer, mlp=mlp) for layer in base.layers),
         embed_scale=config["hidden_size"] ** 0.5,
+        rounds_embed_scale=True,
         tied_head=config.get("tie_word_embeddings", True),
     )
 

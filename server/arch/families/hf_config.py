@@ -8,9 +8,9 @@ Fields that no family reads pass, and so does null, which counts as left out. Le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from server.arch.spec import (
     MOST_POSITIONS,
@@ -20,12 +20,15 @@ from server.arch.spec import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    Moe,
     Rope,
     Scaling,
+    Scoring,
     YarnScaling,
 )
 
 Config = Mapping[str, Any]
+T = TypeVar("T")
 
 MOST_LAYERS = 10_000
 MOST = 2**40  # of anything that is counted
@@ -49,16 +52,22 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= MOST  # which is false of NaN
 
 
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and set(value) <= {"L", "G"}
+
+
 def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
     return Kind(f"a list of {of}", lambda value: isinstance(value, list) and all(map(fits, value)))
 
 
 SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2, MOST_POSITIONS)
+INDEX = _whole(-1)  # of a layer; -1: the last
 NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
 TEXTS = _list("texts", TEXT.fits)
 WHOLES = _list("whole numbers", COUNT.fits)
 NUMBERS = _list("numbers", _is_number)
@@ -69,32 +78,47 @@ FIELDS: dict[str, Kind] = {
         (
             SIZE,
             "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size head_dim hidden_size "
-            "intermediate_size kv_channels moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads "
-            "n_inner num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads "
-            "num_local_experts padded_vocab_size relative_attention_max_distance relative_attention_num_buckets "
-            "sliding_window_pattern vocab_size word_embed_proj_dim",
+            "intermediate_size kv_channels moe_intermediate_size moe_k moe_layer_interval multi_query_group_num "
+            "n_embd n_embed n_group n_head n_heads n_inner n_routed_experts no_rope_layer_interval "
+            "num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts "
+            "padded_vocab_size relative_attention_max_distance relative_attention_num_buckets rotary_dim "
+            "shared_expert_intermediate_size topk_group vocab_size word_embed_proj_dim",
         ),
         (
             POSITIONS,
             "max_position_embeddings max_seq_len model_max_length n_positions original_max_position_embeddings "
             "seq_length",
         ),
-        (COUNT, "decoder_start_token_id max_window_layers num_experts num_ln_in_parallel_attn sliding_window"),
+        (
+            COUNT,
+            "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
+            "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
+            "num_nextn_predict_layers sliding_window",
+        ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
-        (NUMBER, "alibi_bias_max attention_factor clip_qkv mscale mscale_all_dim softmax_scale"),
+        (
+            NUMBER,
+            "alibi_bias_max attention_factor clip_qkv llama_4_scaling_beta mscale mscale_all_dim "
+            "router_jitter_noise softmax_scale",
+        ),
+        (INDEX, "moe_layer_end_index"),
+        (PATTERN, "sliding_window_pattern"),
         (
             POSITIVE,
-            "attn_logit_softcapping beta_fast beta_slow expansion_ratio factor final_logit_softcapping "
-            "high_freq_factor layer_norm_eps layer_norm_epsilon layernorm_epsilon low_freq_factor norm_epsilon "
-            "partial_rotary_factor query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_ratio rope_theta "
-            "rotary_emb_base rotary_pct swiglu_alpha swiglu_limit",
+            "alpha attention_multiplier attn_logit_softcapping beta_fast beta_slow embedding_multiplier "
+            "expansion_ratio factor final_logit_softcapping high_freq_factor layer_norm_eps layer_norm_epsilon "
+            "layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_epsilon "
+            "partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq "
+            "rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale swiglu_alpha "
+            "swiglu_limit",
         ),
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
-            "attention_bias bias do_layer_norm_before enable_bias mlp_bias multi_query multi_query_attention "
-            "new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm scale_decoder_outputs "
-            "tie_word_embeddings truncate use_bias use_parallel_residual use_qkv_bias use_sliding_window",
+            "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias "
+            "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
+            "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
+            "use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,
@@ -102,7 +126,7 @@ FIELDS: dict[str, Kind] = {
         ),
         (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention"),
         (TEXTS, "layer_types"),
-        (WHOLES, "mlp_only_layers"),
+        (WHOLES, "mlp_only_layers no_rope_layers"),
         (NUMBERS, "long_factor short_factor"),
     )
     for name in names.split()
@@ -196,10 +220,52 @@ def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool])
     window = config.get("sliding_window") or 0
     types = config.get("layer_types") or []
     found = [kind == "sliding_attention" for kind in types] or [is_windowed(i) for i in range(spec.num_layers)]
-    if len(found) != spec.num_layers:
-        raise ValueError(f"config.json has {len(found)} `layer_types` for {spec.num_layers} layers: download it again")
-    layers = zip(spec.layers, found, strict=True)
+    layers = zip(spec.layers, of_layers(found, spec.num_layers, "layer_types"), strict=True)
     return replace(spec, layers=tuple(replace(layer, window=window if wanted else 0) for layer, wanted in layers))
+
+
+def of_layers(values: Sequence[T], num_layers: int, name: str) -> Sequence[T]:
+    """What config.json says of each layer under `name`. Raises ValueError where it says so of other layers too."""
+    if len(values) != num_layers:
+        raise ValueError(f"config.json has {len(values)} `{name}` for {num_layers} layers: download it again")
+    return values
+
+
+def mixture(config: Config, *, width: int) -> Moe:
+    """The mixture of experts of this width that config.json describes by the names that most families use."""
+    return Moe(
+        num_experts=config.get("num_experts") or config.get("n_routed_experts") or config["num_local_experts"],
+        top_k=config["num_experts_per_tok"],
+        width=width,
+        activation=activation(config["hidden_act"]),
+        renormalise=config.get("norm_topk_prob", False),
+    )
+
+
+def deepseek_mixture(config: Config) -> Moe:
+    """A mixture as DeepSeek V3 describes it: sigmoids, choice by bias and groups, a scale, experts that all share."""
+    width = config["moe_intermediate_size"]
+    return replace(
+        mixture(config, width=width),
+        scoring=Scoring.SIGMOID,
+        choice_bias=True,
+        num_groups=config.get("n_group", 1),
+        top_groups=config.get("topk_group", 1),
+        scale=config.get("routed_scaling_factor", 1.0),
+        shared_width=width * config.get("n_shared_experts", 0),
+    )
+
+
+def mixed(spec: ArchSpec, moe: Moe, is_mixed: Callable[[int], bool]) -> ArchSpec:
+    """The same with a mixture in some layers."""
+    layers = tuple(replace(layer, mlp=moe) if is_mixed(i) else layer for i, layer in enumerate(spec.layers))
+    return replace(spec, layers=layers)
+
+
+def partial_rope(config: Config, default: float = 1.0) -> Rope:
+    """The rotation of a part of each head, `default` where config.json does not say which."""
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    return rope(config, int(head_dim(config) * (share or default)))
 
 
 def rope(config: Config, dim: int, *, kind: str | None = None, theta: float = 10000.0) -> Rope:

@@ -1,6 +1,7 @@
 """Mistral (Jiang et al. 2023, arXiv 2310.06825): Llama with a sliding window.
 
 Mixtral (Jiang et al. 2024, arXiv 2401.04088) is Mistral with a mixture of experts in every layer.
+Ministral 3 (Mistral AI 2025) multiplies queries by what grows with their position.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import replace
 from server.arch.families import llama
 from server.arch.families.hf_config import Config, activation, windowed
 from server.arch.names import FUSED_EXPERTS
-from server.arch.spec import ArchSpec, Moe
+from server.arch.spec import ArchSpec, Moe, QueryScale, with_layers
 
 NAMES = llama.NAMES
 
@@ -36,6 +37,13 @@ NAMES_OF_MIXTRAL = replace(
 
 def spec(config: Config) -> ArchSpec:
     return windowed(llama.spec(config), config, lambda i: True)
+
+
+def spec_of_ministral(config: Config) -> ArchSpec:
+    given = config.get("rope_parameters") or {}
+    growth, period = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
+    base = spec(config)
+    return with_layers(base, query_scale=QueryScale(growth, period)) if growth and period else base
 
 
 def spec_of_mixtral(config: Config) -> ArchSpec:

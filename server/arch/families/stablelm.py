@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, head_dim, rope
-from server.arch.spec import ArchSpec, LayerNormSpec, Residual
+from server.arch.families.hf_config import Config, partial_rope
+from server.arch.spec import ArchSpec, LayerNormSpec, Residual, with_layers
 
 NAMES = llama.NAMES
 
@@ -15,12 +15,9 @@ def spec(config: Config) -> ArchSpec:
     if config.get("qk_layernorm"):
         raise ValueError("config.json asks for qk_layernorm, one norm for each head: StableLM is served without it")
     base = llama.spec({**config, "rms_norm_eps": config["layer_norm_eps"]})
-    share = (config.get("rope_parameters") or config).get("partial_rotary_factor", 0.25)
-    rotary = rope(config, int(head_dim(config) * share))
     return replace(
-        base,
+        with_layers(base, position=partial_rope(config, default=0.25)),
         norm=LayerNormSpec(config["layer_norm_eps"]),
         residual=Residual.PARALLEL_ONE_NORM if config.get("use_parallel_residual") else Residual.PRE,
-        layers=tuple(replace(layer, position=rotary) for layer in base.layers),
         qkv_bias=config.get("use_qkv_bias", False),
     )

@@ -29,6 +29,7 @@ from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
+    SOFTMAX,
     Attention,
     GraphCapture,
     GroupedLinear,
@@ -36,6 +37,7 @@ from server.backends.protocol import (
     Logits,
     Maximum,
     Norm,
+    RouterRule,
     Routing,
     Scores,
 )
@@ -92,8 +94,8 @@ class CpuBackend(ReferenceBackend):
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return KernelNorm(self._kernels, weight, bias, eps, is_centred=is_centred)
 
-    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
-        return KernelRouting(self._kernels, num_experts, top_k, renormalise)
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool, rule: RouterRule = SOFTMAX) -> Routing:
+        return KernelRouting(self._kernels, num_experts, top_k, renormalise, rule)
 
     def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         experts = [PanelFormat(self._kernels, self._arena, weight, is_gated=is_gated) for weight in weights]

@@ -1,6 +1,6 @@
 """How tokens find their experts and come back from them, by compiled kernels (`routes.cpp`).
 
-Weights and sums are float32, and rounded once.
+Other rules than a softmax over all experts are left to stock operators. Weights and sums are float32, and rounded once.
 
 Shapes: T tokens, D model width, E experts, k experts per token.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from server.backends.cpu.kernels import Kernels
-from server.backends.protocol import LinearFormat
+from server.backends.protocol import SOFTMAX, LinearFormat, RouterRule
+from server.backends.reference import router as stock
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,13 @@ class KernelRouting:
     num_experts: int
     top_k: int
     renormalise: bool
+    rule: RouterRule = SOFTMAX
 
     def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits = router.finest(x, bias).float()
+        if not self.rule.is_softmax_alone:
+            weights, chosen = stock.choose(logits, self.top_k, self.rule, renormalise=self.renormalise)
+            return weights, chosen.int()
         assert logits.is_contiguous()
         weights = torch.empty(len(x), self.top_k)
         chosen = torch.empty(len(x), self.top_k, dtype=torch.int32)

@@ -20,12 +20,14 @@ from server.backends.cuda.packing import FLOAT8, why_not_packed
 from server.backends.cuda.quantised import CudaQuantised, grouped
 from server.backends.device import Device
 from server.backends.protocol import (
+    SOFTMAX,
     Attention,
     GraphCapture,
     GroupedLinear,
     LinearFormat,
     Maximum,
     Norm,
+    RouterRule,
     Routing,
     Scores,
 )
@@ -88,8 +90,8 @@ class CudaBackend(ReferenceBackend):
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return FusedNorm(weight, bias, eps, is_centred=is_centred)
 
-    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
-        return FusedRouting(num_experts, top_k, renormalise)
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool, rule: RouterRule = SOFTMAX) -> Routing:
+        return FusedRouting(num_experts, top_k, renormalise, rule)
 
     def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         return CudaGrouped(weights, count, is_gated=is_gated, gate=self.gate, products=self._products)

@@ -14,6 +14,7 @@ from torch import Tensor
 from server.arch.spec import ArchSpec
 from server.backends.device import Device
 from server.backends.protocol import (
+    SOFTMAX,
     Attention,
     GraphCapture,
     GroupedLinear,
@@ -21,6 +22,7 @@ from server.backends.protocol import (
     Logits,
     Maximum,
     Norm,
+    RouterRule,
     Routing,
     Scores,
 )
@@ -100,9 +102,9 @@ class ReferenceBackend:
         """Experts of which `first`, the first of `weights`, is quantised."""
         return LoopedExperts([self.linear(weight, is_gated=is_gated, maximum=maximum) for weight in weights])
 
-    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool, rule: RouterRule = SOFTMAX) -> Routing:
         expert_ids = torch.arange(num_experts, device=self.device.torch_device)
-        return StockRouting(expert_ids, top_k, renormalise)
+        return StockRouting(expert_ids, top_k, renormalise, rule)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"

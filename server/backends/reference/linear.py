@@ -22,7 +22,8 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.device import alone
-from server.backends.protocol import LinearFormat, Norm
+from server.backends.protocol import SOFTMAX, LinearFormat, Norm, RouterRule
+from server.backends.reference.router import choose
 
 SIGMOID_SCALE, LIMIT = 1.702, 7.0  # of `Activation.CLAMPED_SWIGLU`
 
@@ -194,11 +195,11 @@ class StockRouting:
     expert_ids: Tensor  # [E]: 0 … E - 1
     top_k: int
     renormalise: bool
+    rule: RouterRule = SOFTMAX
 
     def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        weights, chosen = router.finest(x, bias).float().softmax(dim=-1).topk(self.top_k, dim=-1)
-        if self.renormalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        logits = router.finest(x, bias).float()
+        weights, chosen = choose(logits, self.top_k, self.rule, renormalise=self.renormalise)
         return weights.to(x.dtype), chosen
 
     def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> StockRoutes:

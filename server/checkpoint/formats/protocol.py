@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from server.quantisation.packing import Codes, unit_of, words_of
 from server.quantisation.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 Ranges = Sequence[tuple[int, int]]
+NOWHERE_ELSE: Mapping[int, tuple[int, int]] = MappingProxyType({})  # where a part is one along one dimension
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MOST_CODES = {torch.float8_e4m3fn: 448.0}  # the largest that a code stands for
 SCALES = (*FLOATS, torch.float8_e8m0fnu)  # the last: powers of 2, of which a byte has the exponent

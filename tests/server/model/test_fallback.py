@@ -25,7 +25,7 @@ from tests.server.driver import Prompt, generate, greedy
 from tests.server.tiny import COMMON, LLAMA_SIZES
 
 CASES: dict[str, dict[str, Any]] = {
-    "cohere": LLAMA_SIZES | {"logit_scale": 0.25},
+    "nemotron": LLAMA_SIZES,
     "gptj": {"n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 256, "rotary_dim": 4},
     "bart": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 8,
              "decoder_attention_heads": 8, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
@@ -88,7 +88,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, caplo
         assert expected(model, prompt.token_ids, 9) == prompt.tokens
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "bart"])
+@pytest.mark.parametrize("model_type", ["nemotron", "bart"])
 def test_forced_tokens_join_its_sequences_too(tmp_path: Path, model_type: str) -> None:
     save(model_type, tmp_path)
     engine = engine_of(tmp_path)
@@ -126,9 +126,9 @@ def test_limits_of_a_fallback_are_said_with_the_list(tmp_path: Path, field: str,
 
 
 def test_a_server_of_such_a_model_starts_warns_and_answers(tmp_path: Path) -> None:
-    model = save("cohere", tmp_path)
+    model = save("nemotron", tmp_path)
     write_word_tokenizer(COMMON["vocab_size"], tmp_path)
     with Server("--model-id", str(tmp_path), "--dtype", "float32") as server:
         (answer,) = asyncio.run(generate_all(server, [body("t5 t6 t7", max_new_tokens=6, details=True)]))
     assert expected(model, [5, 6, 7], 6) == tokens_of(answer.json())
-    assert any("CohereForCausalLM is not one of Lockstep's architectures" in line for line in server.lines)
+    assert any("NemotronForCausalLM is not one of Lockstep's architectures" in line for line in server.lines)

@@ -1,8 +1,9 @@
 """The real sizes of published checkpoints, loaded by every rank on the meta device: no weights, no bytes.
 
 `real_shapes/*.json` hold a checkpoint's config.json as published, how many parameters its model card names, and the
-names and shapes of its tensors as the headers of its files have them, `{i}` for the layer and `{e}` for the expert;
-what is stored and never used is apart. A rank alone, and every rank of the largest world size that the model allows,
+names and shapes of its tensors as the headers of its files have them, `{i}` for the layer, `{d}` for one of the first,
+`dense`, ones, `{m}` for one of the others, `{n}` for one behind the last, and `{e}` for the expert; what is stored and
+never used is apart. A rank alone, and every rank of the largest world size that the model allows,
 load through the same code as in production; only the files are replaced, and those remember which part of which tensor
 was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover each tensor once, and
 what a rank would read. Left out: contents (`test_families.py`)."""
@@ -13,10 +14,9 @@ import json
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ META, DTYPE = torch.device("meta"), torch.bfloat16
 IN_FEWER_BITS = re.compile(r"_(blocks|scales)$")  # two parameters of MXFP4 in a byte, and exponents, which are none
 MOST_TENSORS = 150  # that are loaded of a checkpoint: its first layers, some of them with numbers of two digits
 NUMS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")  # in configs
+BY_LAYER = {"layer_types", "no_rope_layers"}  # in configs, one for each
 Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]  # half-open, one for each dimension
 
@@ -69,7 +70,7 @@ class Expected(NamedTuple):
     """What a reader of the published config.json knows about the model."""
 
     world_sizes: Shape
-    position: Position  # of the last layer
+    position: Position | None  # of the last layer
     windows: tuple[int, int] = (0, 0)  # how many layers have one, and its tokens
 
 
@@ -79,32 +80,56 @@ EXPECTED = {
     "baichuan2-13b": Expected(EVERY, Alibi()),
     "baichuan2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "bloomz-7b1-mt": Expected(EVERY, Alibi()),
+    "c4ai-command-r-v01": Expected(EVERY, Rope(8000000.0, 128, interleaved=True)),
+    "c4ai-command-r7b": Expected(EVERY, None, (24, 4096)),
     "chatglm3-6b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
+    "dots.llm1": Expected(EVERY, Rope(10000000.0, 128)),
+    "ernie-4.5-21b-a3b": Expected(UP_TO_4, Rope(500000.0, 128, interleaved=True)),  # 20 heads
+    "ernie-4.5-0.3b": Expected(EVERY, Rope(500000.0, 128, interleaved=True)),
+    "exaone-4.0-32b": Expected(EVERY, None, (48, 4096)),
     "falcon-40b": Expected(EVERY, Rope(10000.0, 64)),
     "falcon-7b": Expected((1,), Rope(10000.0, 64)),  # 71 heads
     "flan-t5-xl": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "gemma-2-9b": Expected(EVERY, Rope(10000.0, 256), (21, 4096)),
     "gemma-3-1b": Expected(UP_TO_4, Rope(10000.0, 256), (22, 512)),  # 4 heads
     "gemma-7b": Expected(EVERY, Rope(10000.0, 256)),
+    "glm-4-9b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
+    "glm-4-9b-0414": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
+    "glm-4.5-air": Expected(EVERY, Rope(1000000.0, 64)),
     "gpt-oss-120b": Expected(EVERY, OF_GPT_OSS, (18, 128)),
     "gpt-oss-20b-bf16": Expected(EVERY, OF_GPT_OSS, (12, 128)),  # as others have expanded it
     "gpt-oss-20b": Expected(EVERY, OF_GPT_OSS, (12, 128)),
     "gpt2": Expected(UP_TO_4, Learned(1024)),  # 12 heads
+    "granite-3.1-1b-a400m": Expected(EVERY, Rope(1500000.0, 64)),
+    "granite-3.1-8b": Expected(EVERY, Rope(10000000.0, 128)),
+    "hunyuan-7b": Expected(EVERY, Rope(10000.0 * 1000.0 ** (128 / 126), 128)),
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
     "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
+    "minimax-m2": Expected(EVERY, Rope(5000000.0, 64)),
     "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
     "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
     "mpt-7b": Expected(EVERY, Alibi()),
+    "olmo-2-7b": Expected(EVERY, Rope(500000.0, 128)),
+    "olmo-3-7b": Expected(
+        EVERY, Rope(500000.0, 128, scaling=YarnScaling(8.0, 8192, magnitude=1.2079441541679836)), (24, 4096)
+    ),
+    "olmoe-1b-7b": Expected(EVERY, Rope(10000.0, 128)),
     "opt-1.3b": Expected(EVERY, Learned(2048, offset=2)),
     "opt-350m": Expected(EVERY, Learned(2048, offset=2)),
     "phi-3-mini-128k": Expected(EVERY, Rope(10000.0, 96), (32, 262144)),  # its scaling has a test of its own
     "phi-3-mini-4k": Expected(EVERY, Rope(10000.0, 96), (32, 2047)),
+    "phi-3.5-moe": Expected(EVERY, Rope(10000.0, 128), (32, 131072)),  # its scaling is left out of the file
+    "phi-4": Expected((1, 2), Rope(250000.0, 128)),  # 10 key-value heads
+    "phi-4-mini": Expected(EVERY, Rope(10000.0, 96), (32, 262144)),
     "pythia-6.9b": Expected(EVERY, Rope(10000.0, 32)),
+    "qwen1.5-moe-a2.7b": Expected(EVERY, Rope(1000000.0, 128)),
     "qwen2-7b": Expected(UP_TO_4, Rope(1000000.0, 128)),  # 28 heads
     "qwen3-30b-a3b": Expected(EVERY, Rope(1000000.0, 128)),
     "qwen3-8b": Expected(EVERY, Rope(1000000.0, 128)),
+    "seed-oss-36b": Expected(EVERY, Rope(10000000.0, 128)),
+    "smollm3-3b": Expected(EVERY, None),
     "starcoder": Expected(EVERY, Learned(8192)),
     "starcoder2-7b": Expected(UP_TO_4, Rope(1000000.0, 128), (32, 4096)),  # 36 heads
     "t5-large": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
@@ -113,10 +138,12 @@ EXPECTED = {
 # What every rank holds whole: norms, positions, routers, projections of the embedding, and the biases that are added
 # after the reduction.
 REPLICATED = re.compile(
-    r"(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
-    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|block_sparse_moe\.gate)\.weight$|\.router\.|\.down_proj_bias$"
+    r"e_score_correction_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
+    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
+    r"|\.mlp\.router\.|\.down_proj_bias$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
+ROW_NORM = re.compile(r"\.[qk]_norm\.")
 KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 UNUSED_ROWS = re.compile(r"\.embed_positions\.")  # the two of OPT that belong to no position
 GROUPED_INPUTS = re.compile(r"\.down_proj_(blocks|scales)$")  # of groups that are cut, each rank reads the whole
@@ -136,17 +163,21 @@ class Published:
         """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
-        per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{i}" in pattern)
+        per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if "{i}" in p or "{m}" in p)
         layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
         fixture["config"] |= {key: len(layers) for key in NUMS_LAYERS if key in fixture["config"]}
-        if "layer_types" in fixture["config"]:
-            fixture["config"]["layer_types"] = fixture["config"]["layer_types"][: len(layers)]
+        fixture["config"] |= {key: fixture["config"][key][: len(layers)] for key in BY_LAYER & set(fixture["config"])}
+
+        dense = fixture.get("dense", 0)
+        numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
-                pattern.format(i=i, e=e): tuple(shape)
+                pattern.format(i=i, d=i, m=i, n=i, e=e): tuple(shape)
                 for pattern, shape in patterns.items()
-                for i, e in product(layers if "{i}" in pattern else [0], experts if "{e}" in pattern else [0])
+                for i, e in product(
+                    next((numbers[key] for key in numbers if key in pattern), [0]), experts if "{e}" in pattern else [0]
+                )
             }
 
         return cls(fixture["config"], spell_out(fixture["tensors"]), spell_out(fixture["unused"]))
@@ -234,18 +265,13 @@ def start_up(
 
 
 def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:
-    """How often elements of a tensor lie in `regions`, cut along one dimension at most, and perhaps by experts."""
+    """How often elements of a tensor lie in `regions`."""
     regions = list(regions)
-    cut = {d for region in regions for d, part in enumerate(region) if part != (0, shape[d])}
-    if len(cut) > 1:
-        experts = {region[0] for region in regions}
-        assert shape[0] == len(experts)
-        own = ([region[1:] for region in regions if region[0] == expert] for expert in experts)
-        return set().union(*(reader_counts(some, shape[1:]) for some in own))
-    dim = next(iter(cut), 0)
-    change = Counter(region[dim][0] for region in regions)
-    change.subtract(region[dim][1] for region in regions)
-    return set(accumulate(change[edge] for edge in sorted({0, *change} - {shape[dim]})))
+    edges = [sorted({0, size, *(e for region in regions for e in region[d])}) for d, size in enumerate(shape)]
+    counts = torch.zeros([len(of_dim) - 1 for of_dim in edges], dtype=torch.int)
+    for region in regions:
+        counts[tuple(slice(*map(of_dim.index, part)) for of_dim, part in zip(edges, region, strict=True))] += 1
+    return {int(count) for count in counts.unique()}
 
 
 def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
@@ -253,6 +279,8 @@ def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
     sharers = max(1, world_size // spec.num_kv_heads)
     if UNUSED_ROWS.search(name):
         return {0, world_size}
+    if spec.qk_row_norm and ROW_NORM.search(name):
+        return {sharers if ".k_norm." in name else 1}
     if REPLICATED.search(name):
         return {world_size}
     if KEYS_OR_VALUES.search(name):

@@ -31,6 +31,7 @@ CASES_OF = {
         "mixtral",  # experts
         "chatglm3",  # 2 kv heads, each for two ranks
         "gpt_oss",  # sinks, rows of gates and the other halves by turns, biases of experts
+        "glm4_moe",  # experts that all tokens share, groups of experts
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
@@ -38,6 +39,7 @@ CASES_OF = {
         "falcon-7b",  # one kv head for all ranks
         "llama-biased-tied",  # 4 kv heads, each for two ranks; biased sums, a tied vocabulary that 8 does not divide
         "t5",  # an encoder, biases by distance
+        "olmo2",  # norms over heads of all ranks, 4 kv heads, each for two ranks
     ],
 }
 CASES_OF[2] = [case for case in CASES if case not in CASES_OF[4] + CASES_OF[8]]

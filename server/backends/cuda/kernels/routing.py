@@ -1,7 +1,8 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 """How tokens find their experts and come back from them, on an NVIDIA GPU: three Triton kernels.
 
-* `_choose`: each token's softmax over the experts, its k best and their weights;
+* `_choose`: each token's scores of the experts, its k best and their weights; groups and sparse mixers are left to
+  stock operators;
 * `_group`: where each pair of a token and an expert stands when pairs are sorted by expert. A sort would take three
   kernels and more; here every expert counts the pairs before its own, which are few;
 * `_weigh`: the weighted sum of what a token's experts made of it, in float32 and rounded once.
@@ -21,12 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.protocol import LinearFormat
+from server.arch.spec import Scoring
+from server.backends.protocol import SOFTMAX, LinearFormat, RouterRule
+from server.backends.reference import router as stock
 
 # Pairs that a program of `_group` looks at together: a decode has few, and a prompt's are soon looked through.
 PAIRS_TILE = 256
 # Features that a program of `_weigh` sums: 8 for each thread of 4 warps.
 FEATURES_TILE = 1024
+LEAST_SUM = tl.constexpr(stock.LEAST_SUM)
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,18 @@ class FusedRouting:
     num_experts: int
     top_k: int
     renormalise: bool
+    rule: RouterRule = SOFTMAX
 
     def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        logits = router.finest(x, bias)
+        logits, rule = router.finest(x, bias), self.rule
+        if rule.scoring is Scoring.SPARSE_MIXER or rule.top_groups < rule.num_groups:
+            weights, chosen = stock.choose(logits.float(), self.top_k, rule, renormalise=self.renormalise)
+            return weights, chosen.int()
         weights = logits.new_empty(len(x), self.top_k, dtype=torch.float32)
         chosen = logits.new_empty(len(x), self.top_k, dtype=torch.int32)
         _choose[(len(x),)](
             logits,
+            rule.bias,
             weights,
             chosen,
             EXPERTS=self.num_experts,
@@ -72,6 +81,8 @@ class FusedRouting:
             TOP_K=self.top_k,
             TOP_K_PAD=triton.next_power_of_2(self.top_k),
             RENORMALISE=self.renormalise,
+            SIGMOID=rule.scoring is Scoring.SIGMOID,
+            SCALE=rule.scale,
         )
         return weights, chosen
 
@@ -88,6 +99,7 @@ class FusedRouting:
 @triton.jit
 def _choose(
     logits,
+    bias,
     weights,
     chosen,
     EXPERTS: tl.constexpr,
@@ -95,24 +107,34 @@ def _choose(
     TOP_K: tl.constexpr,
     TOP_K_PAD: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """One token. Of equally likely experts the first is taken."""
     token = tl.program_id(0).to(tl.int64)
     experts, slots = tl.arange(0, EXPERTS_PAD), tl.arange(0, TOP_K_PAD)
     real = experts < EXPERTS
     value = tl.load(logits + token * EXPERTS + experts, mask=real, other=float("-inf")).to(tl.float32)
-    left = tl.exp(value - tl.max(value, axis=0))
-    left = left / tl.sum(left, axis=0)
+    if SIGMOID:
+        scores = tl.sigmoid(value)
+    else:
+        scores = tl.exp(value - tl.max(value, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
+    left = scores
+    if bias is not None:
+        left += tl.load(bias + experts, mask=real, other=0.0)
+    left = tl.where(real, left, float("-inf"))
     best = tl.zeros([TOP_K_PAD], tl.float32)
     ids = tl.zeros([TOP_K_PAD], tl.int32)
     for slot in tl.static_range(TOP_K):
         # Never behind the last expert, even where a logit is no number: its place would be nowhere.
         expert = tl.minimum(tl.argmax(left, axis=0), EXPERTS - 1)
-        best = tl.where(slots == slot, tl.max(left, axis=0), best)
+        best = tl.where(slots == slot, tl.sum(tl.where(experts == expert, scores, 0.0), axis=0), best)
         ids = tl.where(slots == slot, expert, ids)
-        left = tl.where(experts == expert, -1.0, left)
+        left = tl.where(experts == expert, float("-inf"), left)
     if RENORMALISE:
-        best = best / tl.sum(best, axis=0)
+        best = best / (tl.sum(best, axis=0) + LEAST_SUM)
+    best *= SCALE
     tl.store(weights + token * TOP_K + slots, best, mask=slots < TOP_K)
     tl.store(chosen + token * TOP_K + slots, ids, mask=slots < TOP_K)
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from benchmark.commands.kernels import HEAD_CASES, HeadCase, launch_attention
-from server.arch.spec import Activation
+from server.arch.spec import Activation, Scoring
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.cuda.machine_code import MATRIX, MachineCode
-from server.backends.protocol import Summand, split_heads
+from server.backends.protocol import SOFTMAX, RouterRule, Summand, split_heads
 from server.backends.reference.linear import DenseFormat
 from server.blocks import BLOCK_SIZE
 from server.quantisation.kv import KV_FORMATS
@@ -40,6 +40,7 @@ from tests.server.backends.cuda.kernel_cases import (
 
 __all__ = ["found"]
 
+SIGMOID = RouterRule(Scoring.SIGMOID, torch.zeros(60), scale=2.5)
 BY_MODEL = {case.model: case for case in HEAD_CASES}
 # Every head size, and where it matters also with kv heads of another kind; the others are left to the command. In the
 # suite are the largest tiles.
@@ -168,9 +169,13 @@ def test_norms_of_heads_compile(is_centred: bool, found: list[MachineCode]) -> N
     assert {"_norm_heads"} == {code.kernel for code in found}
 
 
-@pytest.mark.parametrize(("experts", "top_k"), in_suite([(60, 6)], [(8, 2), (128, 8)]))
-def test_routing_compiles(experts: int, top_k: int, found: list[MachineCode]) -> None:
-    routing = FusedRouting(experts, top_k, renormalise=True)
+@pytest.mark.parametrize(
+    ("experts", "top_k", "rule"),
+    in_suite([(60, 6, SIGMOID)], [(8, 2, SOFTMAX), (128, 8, SOFTMAX)]),
+    ids=["sigmoid", "few", "many"],
+)
+def test_routing_compiles(experts: int, top_k: int, rule: RouterRule, found: list[MachineCode]) -> None:
+    routing = FusedRouting(experts, top_k, renormalise=True, rule=rule)
     routing(DenseFormat(zeros(experts, 64)), zeros(3, 64)).combine(zeros(3 * top_k, 4096))
     assert {"_choose", "_group", "_weigh"} == {code.kernel for code in found}
 

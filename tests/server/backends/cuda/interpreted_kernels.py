@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.arch.spec import Activation
+from server.arch.spec import Activation, Scoring
 from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Float8E5M2, Int8, KvFormat
 from tests.server.backends.cuda.interpreted_cases import check_model, quick_calls
 from tests.server.backends.cuda.kernel_cases import (
@@ -160,18 +160,21 @@ def test_norms_of_heads_equal_the_operators(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "renormalise", "dtype"),
+    ("sizes", "renormalise", "dtype", "scoring"),
     [
-        ((1, 8, 2), True, torch.float32),
-        ((5, 6, 3), False, torch.float16),
-        ((33, 9, 8), True, torch.float32),  # more pairs than a program looks at together
+        ((1, 8, 2), True, torch.float32, Scoring.SOFTMAX),
+        ((5, 6, 3), False, torch.float16, Scoring.SOFTMAX),
+        ((33, 9, 8), True, torch.float32, Scoring.SOFTMAX),  # more pairs than a program looks at together
+        ((5, 6, 3), True, torch.float32, Scoring.SIGMOID),
+        ((5, 8, 3), False, torch.float32, Scoring.SIGMOID),  # in groups
+        ((5, 6, 2), False, torch.float32, Scoring.SPARSE_MIXER),
     ],
     ids=str,
 )
 def test_tokens_find_their_experts_as_by_the_operators(
-    sizes: tuple[int, int, int], renormalise: bool, dtype: torch.dtype
+    sizes: tuple[int, int, int], renormalise: bool, dtype: torch.dtype, scoring: Scoring
 ) -> None:
-    check_routing(sizes, renormalise, dtype, CPU)
+    check_routing(sizes, renormalise, dtype, CPU, scoring)
 
 
 @pytest.mark.parametrize("half", [40, 10], ids=["whole head", "part of a head"])
@@ -197,6 +200,10 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_hidden_layers": 1}, "auto"),
     ("gpt_oss", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "auto"),
     ("bloom", {"n_layer": 1, "n_head": 2}, "int8"),
+    ("glm4_moe", {"num_hidden_layers": 2}, "auto"),  # sigmoids in groups, a shared expert
+    ("olmo2", {"num_hidden_layers": 2}, "auto"),  # norms of rows and of outputs
+    ("hunyuan_v1_dense", {"num_hidden_layers": 2}, "auto"),  # norms behind the rotation
+    ("ministral3", {"num_hidden_layers": 2}, "auto"),  # queries that grow
 ]
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.arch.spec import Activation, Alibi
-from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand, split_heads
+from server.arch.spec import Activation, Alibi, Scoring
+from server.backends.protocol import SOFTMAX, Norm, Rotation, RouterRule, Scores, StepMeta, Summand, split_heads
 from server.backends.reference.attention import ReferenceAttention, rotate
 from server.backends.reference.linear import DenseFormat, LayerNorm, RmsNorm, StockRouting, stock_gate
 from server.blocks import BLOCK_SIZE
@@ -305,16 +305,28 @@ def norms(size: int, is_centred: bool, seed: int, dtype: torch.dtype, device: to
     return norm, FusedNorm(weight, bias if is_centred else None, 1e-5, is_centred=is_centred)
 
 
-def check_routing(sizes: tuple[int, int, int], renormalise: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Tokens go to the same experts in the same order, and come back weighted alike. sizes: T, E, k."""
+def check_routing(
+    sizes: tuple[int, int, int],
+    renormalise: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    scoring: Scoring = Scoring.SOFTMAX,
+) -> None:
+    """Tokens go to the same experts in the same order, and come back weighted alike. sizes: T, E, k.
+
+    scoring: if it is no softmax, a bias for the choice, groups where they divide the experts, and a scale too.
+    """
     from server.backends.cuda.kernels.routing import FusedRouting
 
     tokens, experts, top_k = sizes
     width = 1100 if tokens < 10 else 40  # a tile and a part, where that is soon computed
     x = random(tokens, 64, dtype=dtype, device=device)
     router = DenseFormat(random(experts, 64, dtype=dtype, device=device))
-    stock = StockRouting(torch.arange(experts, device=device), top_k, renormalise)(router, x)
-    fused = FusedRouting(experts, top_k, renormalise)(router, x)
+    rule = RouterRule(scoring, random(1, experts, dtype=torch.float32, device=device)[0], scale=2.5, tolerance=0.2)
+    rule = replace(rule, num_groups=1 if experts % 4 else 4, top_groups=1 if experts % 4 else 2)
+    rule = SOFTMAX if scoring is Scoring.SOFTMAX else rule
+    stock = StockRouting(torch.arange(experts, device=device), top_k, renormalise, rule)(router, x)
+    fused = FusedRouting(experts, top_k, renormalise, rule)(router, x)
     tolerance = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     assert torch.equal(stock.tokens, fused.tokens.long())
     assert torch.equal(stock.ends, fused.ends)
