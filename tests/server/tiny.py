@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 COMMON: dict[str, Any] = {"vocab_size": 103, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
@@ -17,6 +23,15 @@ LLAMA_SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
+}
+VISION_SIZES: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 MOE_SIZES: dict[str, Any] = {
     "n_routed_experts": 8,
@@ -146,6 +161,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_theta": 10000.0, "llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0,
             **ROPE_SCALINGS["yarn"], "original_max_position_embeddings": 16}},
     ),
+    "mistral3": (  # with eyes
+        "mistral3", {"tie_word_embeddings": False, "vision_config": VISION_SIZES,
+                     "text_config": COMMON | LLAMA_SIZES | {"model_type": "mistral", "sliding_window": 24}},
+    ),
     "cohere": ("cohere", LLAMA_SIZES | {"logit_scale": 0.25}),
     "cohere2": ("cohere2", LLAMA_SIZES | {"logit_scale": 0.25, "sliding_window": 24, "num_hidden_layers": 5}),
     "phi4-mini": (
@@ -202,7 +221,8 @@ def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
     settings = {"attn_implementation": "eager"} | COMMON | sizes
     attention = settings.pop("attn_implementation")
     config = AutoConfig.for_model(model_type, **(settings | changes))
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else auto
     model: PreTrainedModel = auto.from_config(config, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name or ".ln_" in name or "ln_f" in name

@@ -6,7 +6,7 @@ To add one, see docs/adding-a-family.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from server.arch.families import (
@@ -103,9 +103,35 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
 }
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """Models that see or hear, whose text half is of one of these families: `text_config` in their config.json."""
+
+    within: str  # before the text half's names
+    ignore: tuple[str, ...]  # patterns of the other halves' tensors
+
+    def family(self, text: Family) -> Family:
+        """The text half in its checkpoint."""
+        head = {"head": ("lm_head", f"{self.within}lm_head")}
+        prefixes = tuple(self.within + prefix for prefix in text.names.prefixes)
+        names = replace(text.names, roles={**text.names.roles, **head}, prefixes=prefixes)
+        return replace(text, names=replace(names, ignore=(*names.ignore, *self.ignore)))
+
+
+WRAPPERS: Mapping[str, Wrapper] = {
+    "mistral3": Wrapper("language_model.", (r"^vision_tower\.", r"^multi_modal_projector\.")),
+}
+
+
 def has(hf_config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's config.json is of one of these families. Raises ValueError where it says no text."""
-    return _model_type_of(hf_config) in FAMILIES
+    return _model_type_of(_text_of(hf_config)) in FAMILIES
+
+
+def _text_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text half; all of it, where there is no other half."""
+    text = hf_config.get("text_config") if _model_type_of(hf_config) in WRAPPERS else None
+    return text if isinstance(text, Mapping) else hf_config
 
 
 def _model_type_of(hf_config: Mapping[str, Any]) -> str:
@@ -116,11 +142,12 @@ def _model_type_of(hf_config: Mapping[str, Any]) -> str:
 
 def find(hf_config: Mapping[str, Any]) -> tuple[Family, ArchSpec]:
     """The family of a checkpoint's config.json, and its spec. Raises ValueError for what cannot be served."""
-    model_type = _model_type_of(hf_config)
+    text, wrapper = _text_of(hf_config), WRAPPERS.get(_model_type_of(hf_config))
+    model_type = _model_type_of(text)
     if model_type not in FAMILIES:
         raise ValueError(f"config.json says model_type {model_type!r}; served are: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]
     try:
-        return family, family.spec(checked(hf_config))
+        return wrapper.family(family) if wrapper else family, family.spec(checked(text))
     except KeyError as error:
         raise ValueError(f"config.json of a {model_type} model lacks the key {error}") from error

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from server.arch.families import FAMILIES
+from server.arch.families import FAMILIES, WRAPPERS
 from server.arch.spec import validate
 from server.stepping.engine import Engine
 from tests.combinations import by_turns
@@ -79,7 +79,7 @@ def test_every_family_has_a_case() -> None:
     covered = {tiny.CASES[case][0] for case in tiny.CASES} | {
         published.CASES[c][0]["model_type"] for c in published.CASES
     }
-    assert set(FAMILIES) == covered
+    assert {*FAMILIES, *WRAPPERS} == covered
 
 
 @pytest.mark.parametrize(

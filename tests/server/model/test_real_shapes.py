@@ -108,6 +108,7 @@ EXPECTED = {
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
     "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "minimax-m2": Expected(EVERY, Rope(5000000.0, 64)),
+    "ministral-3-8b": Expected(EVERY, Rope(1000000.0, 128, scaling=YarnScaling(16.0, 16384, magnitude=1.0))),
     "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
     "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
     "mpt-7b": Expected(EVERY, Alibi()),
@@ -165,8 +166,9 @@ class Published:
         experts = range(fixture["experts"])
         per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if "{i}" in p or "{m}" in p)
         layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
-        fixture["config"] |= {key: len(layers) for key in NUMS_LAYERS if key in fixture["config"]}
-        fixture["config"] |= {key: fixture["config"][key][: len(layers)] for key in BY_LAYER & set(fixture["config"])}
+        config = fixture["config"].get("text_config", fixture["config"])
+        config |= {key: len(layers) for key in NUMS_LAYERS if key in config}
+        config |= {key: config[key][: len(layers)] for key in BY_LAYER & set(config)}
 
         dense = fixture.get("dense", 0)
         numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
@@ -393,7 +395,10 @@ def test_every_prefix_that_a_family_knows_fits_its_real_names(name: str) -> None
     own = next(prefix for prefix in family.names.prefixes if f"{prefix}{embed}.weight" in published.used)
     heads = {n for n in published.shapes if n.startswith(("lm_head.", "embed_out."))}  # these stand without it
     for prefix in set(family.names.prefixes) - {own}:
-        renamed = {n if n in heads else prefix + n.removeprefix(own): s for n, s in published.shapes.items()}
+        renamed = {
+            prefix + n.removeprefix(own) if n.startswith(own) and n not in heads else n: s
+            for n, s in published.shapes.items()
+        }
         load(renamed, family, spec, Shard(0, EXPECTED[name].world_sizes[-1]))  # raises what is missing or left over
     unknown = {n if n in heads else f"unknown.{n}": s for n, s in published.shapes.items()}
     with pytest.raises(CheckpointError, match="with or without a prefix"):
