@@ -25,7 +25,7 @@ from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
 from router.scheduling.forecast import Forecast
 from router.scheduling.grammar import Continuation
-from router.scheduling.limits import Limits
+from router.scheduling.limits import Limits, batch_size
 from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
 from router.scheduling.prefix_cache import Found, PrefixCache
 from router.scheduling.prefix_index import TierIndex
@@ -266,10 +266,20 @@ class Scheduler(Generic[S]):
         self._lanes.restart()
         return lost
 
-    def resize(self, max_batch_total_tokens: int, num_blocks: int, tiers: TierIndex | None = None) -> None:
-        """The KV cache of the shards that take over has this size, and these are behind it. Nothing runs."""
+    def resize(
+        self, max_batch_total_tokens: int, num_blocks: int, tiers: TierIndex | None = None, num_states: int = 0
+    ) -> None:
+        """The KV cache of the shards that take over has this size, and these are behind it. Nothing runs.
+
+        num_states: sequences whose recurrent layers have room for a state; 0: no layer has one.
+        """
         assert not self.running
-        self.limits = replace(self.limits, max_batch_total_tokens=max_batch_total_tokens, num_blocks=num_blocks)
+        self.limits = replace(
+            self.limits,
+            max_batch_total_tokens=max_batch_total_tokens,
+            num_blocks=num_blocks,
+            max_batch_size=batch_size(self.limits.max_batch_size, num_states),
+        )
         self.ledger.max_tokens = max_batch_total_tokens
         if self.forecast is not None:
             self.forecast.most_tokens = max_batch_total_tokens

@@ -174,19 +174,29 @@ class Transformer:
     def shares_prefixes(self) -> bool:
         """Whether a token's keys and values depend on nothing but the tokens up to it.
 
-        Not so where an encoder's prompt matters too, or where the prompt's length decides how positions are turned.
+        Not so where an encoder's prompt matters too, or where the prompt's length decides how positions are turned. A
+        recurrent layer's state is that of one token alone, and not in the blocks.
         """
+        if self.spec.recurrences:
+            return False
         ropes = (layer.position for layer in self.spec.layers if isinstance(layer.position, Rope))
         return not self.spec.encoder and not any(isinstance(r.scaling, DynamicScaling | LongScaling) for r in ropes)
 
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""
-        kv_heads = len(local_kv_heads(self.spec, self.shard))
-        return KVShape(len(self.stage.layers), kv_heads, self.spec.head_dim, dtype, format=self.cache)
+        return kv_shape(self.spec, self.stage, self.shard, dtype, self.cache)
 
     def least_step_bytes(self, prefill_tokens: int, dtype: torch.dtype) -> int:
         """See `footprint.least_step_bytes`."""
         return least_step_bytes(self.spec, prefill_tokens, dtype.itemsize, self.shard.world_size)
+
+
+def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cache: KvFormat) -> KVShape:
+    """What a rank's part of a stage of a model keeps of sequences."""
+    kinds = [spec.layers[layer].recurrence for layer in stage.layers]
+    states = [0 if kind is None else kind.part(shard.world_size).state_size for kind in kinds]
+    kv_heads = len(local_kv_heads(spec, shard))
+    return KVShape(states.count(0), kv_heads, spec.head_dim, dtype, format=cache, states=tuple(states))
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

@@ -75,7 +75,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., max_top_n_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., may_be_shorter: _Optional[bool] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks", "kv_offloaded", "products", "clocks", "max_total_tokens", "step_seconds", "token_seconds")
+    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks", "kv_offloaded", "products", "clocks", "max_total_tokens", "step_seconds", "token_seconds", "num_states", "state_bytes")
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class WarmupReply(_message.Message):
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_batch_total_tokens: int
     block_size: int
     num_blocks: int
@@ -106,7 +108,9 @@ class WarmupReply(_message.Message):
     max_total_tokens: int
     step_seconds: float
     token_seconds: float
-    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ..., kv_offloaded: _Optional[str] = ..., products: _Optional[_Iterable[str]] = ..., clocks: _Optional[str] = ..., max_total_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ...) -> None: ...
+    num_states: int
+    state_bytes: int
+    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ..., kv_offloaded: _Optional[str] = ..., products: _Optional[_Iterable[str]] = ..., clocks: _Optional[str] = ..., max_total_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., num_states: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenTiersRequest(_message.Message):
     __slots__ = ("session",)

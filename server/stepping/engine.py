@@ -27,7 +27,7 @@ from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Forward, StepInput, Tables
-from server.stepping.cache import HostSlots, KvPlacement, KVShape, Session
+from server.stepping.cache import HostSlots, KvPlacement, KVShape, Session, beside_states
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
@@ -70,7 +70,8 @@ class Engine:
         self.has_encoder = model.decoder_start is not None
         self._vocabulary = Vocabulary(backend.logits, shard, model.vocab_size, *model.vocab_range)
         self._choose = TokenChooser(watermark, backend.device, self._vocabulary)
-        self._kv_caches: list[Tensor] = []
+        self._caches: list[Tensor] = []  # of each layer: KV blocks, or the states of all sequences
+        self._kv_caches: list[Tensor] = []  # those of them that are KV blocks
         self._sequences: SequenceTable | None = None
         self._tables: Tables | None = None
         self._why_not_captured = why_not_captured
@@ -83,7 +84,8 @@ class Engine:
     def allocate(self, tokens: int, total_tokens: int, sequences: int = 0) -> None:
         """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes.
 
-        sequences: most that are expected at once, 0 for LEAST_SEQUENCES; larger batches are not captured.
+        sequences: most that are expected at once, 0 for LEAST_SEQUENCES; larger batches are not captured, and where
+        layers have states, there is no room for more.
         """
         self.release()
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
@@ -96,9 +98,11 @@ class Engine:
             self._vocabulary,
             self.has_encoder,
             longest=longest,
-            most=max(sequences, LEAST_SEQUENCES),
+            most=max(sequences, 0 if self.kv_shape.bytes_per_sequence and sequences else LEAST_SEQUENCES),
         )
-        tables = Tables.empty(self._sequences.num_rows, self._sequences.longest, self.device.torch_device)
+        rows = self._sequences.num_rows
+        self._caches = beside_states(self.kv_shape, self._kv_caches, rows, self.device)
+        tables = Tables.empty(rows, self._sequences.longest, self.device.torch_device)
         self._tables = tables
         if self.why_not_captured is None:
             self._graphs = self._make_graphs(tables, most=sequences or LEAST_SEQUENCES)
@@ -113,7 +117,8 @@ class Engine:
         decodes = DecodeGraphs(
             capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
         )
-        is_plain = not self.has_encoder and stage.count == 1
+        # Of recurrent layers no kernel finds the ends of prompts on the device.
+        is_plain = not self.has_encoder and stage.count == 1 and not self.kv_shape.bytes_per_sequence
         return Graphs(
             decodes, None if not is_plain else MixedGraphs(capture, self._hidden, self.device, tables, most=most)
         )
@@ -123,7 +128,8 @@ class Engine:
         if self.slots is not None:
             self.slots.close()
         has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
-        self._kv_caches, self._graphs, self._agreed, self._tables, self.slots = [], None, None, None, None
+        self._caches, self._kv_caches = [], []
+        self._graphs, self._agreed, self._tables, self.slots = None, None, None, None
         self.kv_placement.release()
         if has_cycles:
             gc.collect()
@@ -198,7 +204,7 @@ class Engine:
         return self._hidden(step.forward)
 
     def _hidden(self, forward: Forward) -> Tensor:
-        return self.model.run(forward, self._kv_caches).hidden
+        return self.model.run(forward, self._caches).hidden
 
     def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
         self.neighbours.take_tokens(plan.decodes, tables)
@@ -210,7 +216,7 @@ class Engine:
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
         encoding = step.forward.encoding
         before = self.neighbours.carried(len(step.forward.token_ids), len(encoding.token_ids) if encoding else 0)
-        carried = self.model.run(replace(step.forward, carried=before), self._kv_caches)
+        carried = self.model.run(replace(step.forward, carried=before), self._caches)
         if not self.neighbours.stage.is_last:
             return self._hand_on(carried, step.sampled, step.sample_rows, started)
         hidden = carried.hidden

@@ -71,6 +71,8 @@ FIELDS: dict[str, Kind] = {
             "d_ff d_kv d_model decoder_sparse_step ffn_dim ffn_hidden_size head_dim hidden_size intermediate_size "
             "kv_channels moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads n_inner "
             "num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts "
+            "full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads "
+            "linear_num_value_heads linear_value_head_dim shared_expert_intermediate_size "
             "padded_vocab_size relative_attention_max_distance relative_attention_num_buckets sliding_window_pattern "
             "vocab_size word_embed_proj_dim",
         ),
@@ -100,7 +102,7 @@ FIELDS: dict[str, Kind] = {
             TEXT,
             "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type",
         ),
-        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention"),
+        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
         (TEXTS, "layer_types"),
         (WHOLES, "mlp_only_layers"),
         (NUMBERS, "long_factor short_factor"),

@@ -30,12 +30,14 @@ CASES_OF = {
         "falcon-40b",  # kv heads inside a fused projection, one for each rank
         "mixtral",  # experts
         "chatglm3",  # 2 kv heads, each for two ranks
+        "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
         "embedded",  # ALiBi, a vocabulary that 8 divides
         "falcon-7b",  # one kv head for all ranks
         "llama-biased-tied",  # 4 kv heads, each for two ranks; biased sums, a tied vocabulary that 8 does not divide
+        "qwen3_next",  # recurrent heads in fused tensors, one head of keys for each rank
         "t5",  # an encoder, biases by distance
     ],
 }
