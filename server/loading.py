@@ -302,7 +302,8 @@ def _open(
 ) -> tuple[Checkpoint | RandomCheckpoint, torch.dtype]:
     """The source of the weights, and the dtype that dense ones are stored in. storage: of random ones, if quantised."""
     if config.random_weights:
-        name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16"
+        text = hf_config.get("text_config") or {}  # of a model that reads images too
+        name = hf_config.get("dtype") or hf_config.get("torch_dtype") or text.get("dtype") or "float16"
         dtype = getattr(torch, name) if name in DTYPES else torch.float16
         return RandomCheckpoint(dtype, storage), dtype
     checkpoint = Checkpoint(config.weights_path)

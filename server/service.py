@@ -149,6 +149,7 @@ class ShardService(pb_grpc.ShardServicer):
             step_seconds=warmed.prompt_times.step,
             token_seconds=warmed.prompt_times.token,
             num_states=warmed.num_states,
+            checkpoint_blocks=engine.checkpoint_blocks,
             state_bytes=(warmed.num_states + 1) * engine.kv_shape.bytes_per_sequence,
         )
 

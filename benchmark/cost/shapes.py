@@ -308,7 +308,8 @@ def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Model
 
 def published_dtype(config: Mapping[str, Any]) -> str:
     """The dtype that the config names; float16 where it names none, as most checkpoints of that age are."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float16")
+    text = config.get("text_config") or {}  # of a model that reads images too
+    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float16")
     return name if name in DTYPE_BYTES else "float16"
 
 

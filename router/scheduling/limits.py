@@ -45,6 +45,8 @@ class Limits:
     pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
     num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False
+    checkpoint_tokens: int = 0  # between two places at which a sequence's states are kept; 0: they are not
+    checkpoint_blocks: int = 0  # that hold the states of one sequence
     kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -175,10 +177,12 @@ def resolve(
     shares_prefixes: bool,
     pads_chunks: bool,
     num_states: int = 0,
+    checkpoint_blocks: int = 0,
 ) -> Limits:
     """The final limits after the warmup. Raises ValueError when the longest request could never run.
 
-    num_states: sequences whose recurrent layers have room for a state; 0: no layer has one.
+    num_states: sequences whose recurrent layers have room for a state; 0: no layer has one. checkpoint_blocks: that
+    hold the states of one sequence; 0: they cannot be kept.
     """
     lengths = derive_lengths(config, max_positions, has_encoder=has_encoder, room=room)
     prefill = prefill_tokens(config, room, has_encoder=has_encoder)
@@ -203,7 +207,11 @@ def resolve(
         max_inter_token_ms=config.max_inter_token_ms,
         pads_chunks=pads_chunks,
         num_lanes=config.num_lanes,
-        prefix_caching=shares_prefixes and not config.disable_prefix_caching,
+        prefix_caching=shares_prefixes
+        and not config.disable_prefix_caching
+        and bool(checkpoint_blocks or not num_states),
+        checkpoint_tokens=blocks_for(config.state_checkpoint_tokens, block_size) * block_size if num_states else 0,
+        checkpoint_blocks=checkpoint_blocks,
         kv_admission=config.kv_admission,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful)

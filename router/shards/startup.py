@@ -70,6 +70,7 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         shares_prefixes=model.shares_prefixes,
         pads_chunks=cache.pads_chunks,
         num_states=cache.num_states,
+        checkpoint_blocks=cache.checkpoint_blocks,
     )
     return Started(model, cache, limits)
 
@@ -134,11 +135,18 @@ def _largest_step(cache: KvCache) -> str:
 
 
 def _why_no_prefixes(config: RouterConfig, started: Started) -> str:
-    if started.limits.prefix_caching:
+    limits = started.limits
+    if limits.prefix_caching and limits.checkpoint_tokens:
+        return f"states kept every {limits.checkpoint_tokens} tokens, in {limits.checkpoint_blocks} blocks each"
+    if limits.prefix_caching:
         return ""
     if config.disable_prefix_caching:
         return "disable_prefix_caching"
-    return "recurrent layers: a state is no block" if started.cache.num_states else "not possible with this model"
+    return (
+        "not every shard has KV blocks that could keep states"
+        if started.cache.num_states
+        else "not possible with this model"
+    )
 
 
 def _left_open(limits: Limits) -> set[str]:

@@ -174,11 +174,8 @@ class Transformer:
     def shares_prefixes(self) -> bool:
         """Whether a token's keys and values depend on nothing but the tokens up to it.
 
-        Not so where an encoder's prompt matters too, or where the prompt's length decides how positions are turned. A
-        recurrent layer's state is that of one token alone, and not in the blocks.
+        Not so where an encoder's prompt matters too, or where the prompt's length decides how positions are turned.
         """
-        if self.spec.recurrences:
-            return False
         ropes = (layer.position for layer in self.spec.layers if isinstance(layer.position, Rope))
         return not self.spec.encoder and not any(isinstance(r.scaling, DynamicScaling | LongScaling) for r in ropes)
 
