@@ -306,7 +306,7 @@ class Scheduler(Generic[S]):
             num_blocks=num_blocks,
             max_batch_size=batch_size(self.limits.max_batch_size, num_states),
         )
-        self.ledger.max_tokens = max_batch_total_tokens
+        self.ledger.max_tokens, self.ledger.max_places = max_batch_total_tokens, self.limits.max_batch_size
         if self.forecast is not None:
             self.forecast.most_tokens = max_batch_total_tokens
         self._cache = self._new_cache(tiers)

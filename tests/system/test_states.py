@@ -32,7 +32,7 @@ WORD_IDS = [ids[0] for ids in WORDS if len(ids) == 1]  # a text of these has the
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its folder."""
     folder = tmp_path_factory.mktemp("recurrent")
-    # One head of keys for each of two stages' or shards' halves is left; sequences may be as long as conversations.
+    # As long as conversations become.
     tiny.save_tiny("qwen3_5", folder, vocab_size=2048, max_position_embeddings=2048)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO / name, folder)
@@ -44,9 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     [
         ((), 0),
         pytest.param(("--num-shard", "2", "--max-deaths", "9"), 2, marks=pytest.mark.rest),
-        pytest.param(("--pipeline-parallel", "2", "--disable-prefix-caching", "--max-deaths", "9"), 2),
+        (("--pipeline-parallel", "2", "--max-deaths", "9"), 2),
     ],
-    ids=["one shard", "two shards that die", "two stages that die, without prefixes"],
+    ids=["one shard", "two shards that die", "two stages that die"],
 )
 def test_who_is_sent_away_or_lost_gets_the_same_tokens(model: str, flags: tuple[str, ...], num_kills: int) -> None:
     requests = requests_of(9, 5)
