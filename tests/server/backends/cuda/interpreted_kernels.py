@@ -6,6 +6,7 @@ bfloat16 is left out: the interpreter computes on its bit patterns.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.server.backends.cuda.kernel_cases import (
     check_routing,
     in_suite,
 )
+from tests.server.backends.delta_cases import KIND, check_steps, weights_of
 
 __all__ = ["quick_calls"]
 
@@ -181,22 +183,30 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gated_delta_rule_equals_the_operators(dtype: torch.dtype) -> None:
+    from server.backends.cuda.kernels.delta import FusedDelta
+
+    check_steps(FusedDelta(weights_of(KIND)), dtype)
+
+
 # Normalised summands, windows and capped scores; biased sums, layer norms and ALiBi; gates, rotations and norms of
 # heads; heads that are rotated in part, and parallel branches; experts; codes. Few layers and heads of each: the
 # interpreter takes seconds for one. The suite has BLOOM in `test_host_sums.py`, experts in `interpreted_quantised.py`.
-MODELS: list[tuple[str, dict[str, int], str]] = [
+MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"num_hidden_layers": 2}, "auto"),
     ("llama", {"num_hidden_layers": 1}, "int8"),
     ("bloom", {"n_layer": 2, "n_head": 2}, "auto"),
     ("qwen3", {"num_hidden_layers": 1}, "auto"),
     ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}, "auto"),
     ("mixtral", {"num_hidden_layers": 1}, "auto"),
+    ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, "auto"),
     ("bloom", {"n_layer": 1, "n_head": 2}, "int8"),
 ]
 
 
 @pytest.mark.parametrize(("case", "sizes", "kv_cache"), in_suite(MODELS[:2], MODELS))
 def test_a_model_gives_the_tokens_of_the_reference(
-    case: str, sizes: dict[str, int], kv_cache: str, tmp_path: Path
+    case: str, sizes: dict[str, Any], kv_cache: str, tmp_path: Path
 ) -> None:
     check_model(case, tmp_path, sizes, kv_cache=kv_cache)
