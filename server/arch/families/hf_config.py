@@ -8,7 +8,7 @@ Fields that no family reads pass, and so does null, which counts as left out. Le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,15 +193,21 @@ def share_of(width: int, heads: int) -> int:
     return width // heads
 
 
+def layer_types(config: Config, default: Sequence[str]) -> Sequence[str]:
+    """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order."""
+    found: Sequence[str] = config.get("layer_types") or default
+    if len(found) != len(default):
+        raise ValueError(f"config.json has {len(found)} `layer_types` for {len(default)} layers: download it again")
+    return found
+
+
 def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:
     """The same with a window in some layers: by `layer_types` where config.json has them, else by `is_windowed`."""
     window = config.get("sliding_window") or 0
-    types = config.get("layer_types") or []
-    found = [kind == "sliding_attention" for kind in types] or [is_windowed(i) for i in range(spec.num_layers)]
-    if len(found) != spec.num_layers:
-        raise ValueError(f"config.json has {len(found)} `layer_types` for {spec.num_layers} layers: download it again")
-    layers = zip(spec.layers, found, strict=True)
-    return replace(spec, layers=tuple(replace(layer, window=window if wanted else 0) for layer, wanted in layers))
+    types = layer_types(config, [LAYER_TYPES[is_windowed(i)] for i in range(spec.num_layers)])
+    layers = zip(spec.layers, types, strict=True)
+    windows = (replace(layer, window=window if kind == "sliding_attention" else 0) for layer, kind in layers)
+    return replace(spec, layers=tuple(windows))
 
 
 def rope(config: Config, dim: int, *, kind: str | None = None, theta: float = 10000.0) -> Rope:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, head_dim, rope, windowed
+from server.arch.families.hf_config import Config, activation, head_dim, layer_types, rope, windowed
 from server.arch.names import FUSED_EXPERTS
 from server.arch.spec import ArchSpec, GatedDelta, Moe, RmsNormSpec
 
@@ -100,21 +100,29 @@ def spec_of_next(config: Config) -> ArchSpec:
     config = defaults | dict(config.get("text_config") or config)
     base = llama.spec({"intermediate_size": config.get("moe_intermediate_size"), **config})
     share = (config.get("rope_parameters") or config).get("partial_rotary_factor", 0.25)
-    recurrence = GatedDelta(
-        num_heads=config["linear_num_value_heads"],
-        num_key_heads=config["linear_num_key_heads"],
-        key_dim=config["linear_key_head_dim"],
-        value_dim=config["linear_value_head_dim"],
-        conv=config["linear_conv_kernel_dim"],
-    )
     position, interval = rope(config, int(head_dim(config) * share)), config.get("full_attention_interval", 4)
-    kinds = config.get("layer_types") or [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(base.num_layers)
-    ]
+    kinds = {"linear_attention": _recurrence(config), "full_attention": None}
+    usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(base.num_layers)]
+    types = layer_types(config, usual)
+    if unknown := set(types) - set(kinds):
+        raise ValueError(f"config.json asks for layers of the type {min(unknown)!r}; served are: {', '.join(kinds)}")
     layers = tuple(
-        replace(layer, position=position, recurrence=recurrence if kind == "linear_attention" else None)
-        for layer, kind in zip(base.layers, kinds, strict=True)
+        replace(layer, position=position, recurrence=kinds[kind])
+        for layer, kind in zip(base.layers, types, strict=True)
     )
     norm = RmsNormSpec(config["rms_norm_eps"], unit_offset=True)
     base = replace(base, layers=layers, norm=norm, qk_norm=True, attention_gate=True)
     return _with_experts(base, config) if config.get("num_experts") else base
+
+
+def _recurrence(config: Config) -> GatedDelta:
+    heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    if heads % key_heads:
+        raise ValueError(f"config.json says {heads} heads of values for {key_heads} heads of keys: download it again")
+    return GatedDelta(
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        conv=config["linear_conv_kernel_dim"],
+    )
