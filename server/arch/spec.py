@@ -223,6 +223,41 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """A recurrent layer in attention's place: the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+
+    Each head has a memory of key_dim x value_dim numbers in float32. A token fades it, corrects what it holds under the
+    token's key, and reads it by the query. Before that, queries, keys and values pass a causal convolution over few
+    tokens; behind it, what was read is normalised and gated.
+    """
+
+    num_heads: int  # of values, each with a memory
+    num_key_heads: int  # of queries and keys, each shared by as many neighbouring heads
+    key_dim: int
+    value_dim: int
+    conv: int  # tokens that the convolution sees, itself included
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that pass the convolution: [queries | keys | values]."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def memory_size(self) -> int:
+        """Numbers of all heads' memories: [heads, key_dim, value_dim]."""
+        return self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a sequence's state has, however long it is: its memories, then the tokens of the convolution."""
+        return self.memory_size + (self.conv - 1) * self.channels
+
+    def part(self, world_size: int) -> GatedDelta:
+        """What one of so many ranks has of it."""
+        return replace(self, num_heads=self.num_heads // world_size, num_key_heads=self.num_key_heads // world_size)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What may differ between the layers of one model."""
 
@@ -231,6 +266,7 @@ class LayerSpec:
     window: int = 0  # tokens that a query sees, itself included; 0: all
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
     query_scale: QueryScale | None = None
+    recurrence: GatedDelta | None = None  # what stands in attention's place; None: it attends
 
 
 @dataclass(frozen=True)
@@ -259,6 +295,7 @@ class ArchSpec:
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
     qk_row_norm: bool = False  # a token's queries of all heads are normalised together, and so are its keys
     late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation
+    attention_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate, which q's matrix has too
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
     score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
@@ -273,6 +310,11 @@ class ArchSpec:
     def num_layers(self) -> int:
         """Layers of this stack."""
         return len(self.layers)
+
+    @property
+    def recurrences(self) -> list[GatedDelta]:
+        """Those of the layers that have a state in place of a KV cache."""
+        return [layer.recurrence for layer in self.layers if layer.recurrence is not None]
 
     @property
     def attention_scale(self) -> float:
@@ -341,6 +383,7 @@ def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
     mlps = [layer.mlp for layer in spec.layers]
     shared = {mlp.shared_width for mlp in mlps if isinstance(mlp, Moe)}
     sizes = {"attention heads": {spec.num_heads}, "mlp columns": {mlp.width for mlp in mlps} | shared}
+    sizes["key heads of recurrent layers"] = {kind.num_key_heads for kind in spec.recurrences}
     problems = [
         f"the model has {size} {what}, which --num-shard {world_size} does not divide"
         for what, values in sizes.items()

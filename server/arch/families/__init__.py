@@ -94,7 +94,10 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "qwen2": Family(qwen.spec, qwen.NAMES),
     "qwen2_moe": Family(qwen.spec_of_2_moe, qwen.NAMES_OF_2_MOE),
     "qwen3": Family(qwen.spec_of_3, qwen.NAMES_OF_3),
+    "qwen3_5_moe_text": Family(qwen.spec_of_next, qwen.NAMES_OF_3_5),
+    "qwen3_5_text": Family(qwen.spec_of_next, qwen.NAMES_OF_3_5),
     "qwen3_moe": Family(qwen.spec_of_3_moe, qwen.NAMES_OF_3),
+    "qwen3_next": Family(qwen.spec_of_next, qwen.NAMES_OF_NEXT),
     "seed_oss": Family(seed.spec, seed.NAMES),
     "smollm3": Family(smollm.spec, smollm.NAMES),
     "stablelm": Family(stablelm.spec, stablelm.NAMES),
@@ -120,6 +123,8 @@ class Wrapper:
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "mistral3": Wrapper("language_model.", (r"^vision_tower\.", r"^multi_modal_projector\.")),
+    "qwen3_5": Wrapper("model.language_model.", (r"^model\.visual\.",)),
+    "qwen3_5_moe": Wrapper("model.language_model.", (r"^model\.visual\.",)),
 }
 
 
@@ -131,7 +136,10 @@ def has(hf_config: Mapping[str, Any]) -> bool:
 def _text_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config of the text half; all of it, where there is no other half."""
     text = hf_config.get("text_config") if _model_type_of(hf_config) in WRAPPERS else None
-    return text if isinstance(text, Mapping) else hf_config
+    if not isinstance(text, Mapping):
+        return hf_config
+    tied = "tie_word_embeddings"  # which some say of the whole alone
+    return {tied: hf_config[tied], **text} if tied in hf_config else text
 
 
 def _model_type_of(hf_config: Mapping[str, Any]) -> str:

@@ -77,12 +77,14 @@ FIELDS: dict[str, Kind] = {
     for kind, names in (
         (
             SIZE,
-            "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size head_dim hidden_size "
-            "intermediate_size kv_channels moe_intermediate_size moe_k moe_layer_interval multi_query_group_num "
-            "n_embd n_embed n_group n_head n_heads n_inner n_routed_experts no_rope_layer_interval "
-            "num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts "
-            "padded_vocab_size relative_attention_max_distance relative_attention_num_buckets rotary_dim "
-            "shared_expert_intermediate_size topk_group vocab_size word_embed_proj_dim",
+            "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size full_attention_interval "
+            "head_dim hidden_size intermediate_size kv_channels linear_conv_kernel_dim linear_key_head_dim "
+            "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
+            "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
+            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads num_key_value_heads "
+            "num_kv_heads num_local_experts padded_vocab_size relative_attention_max_distance "
+            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group vocab_size "
+            "word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -124,7 +126,7 @@ FIELDS: dict[str, Kind] = {
             TEXT,
             "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type",
         ),
-        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention"),
+        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
         (TEXTS, "layer_types"),
         (WHOLES, "mlp_only_layers no_rope_layers"),
         (NUMBERS, "long_factor short_factor"),
@@ -215,20 +217,25 @@ def share_of(width: int, heads: int) -> int:
     return width // heads
 
 
-def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:
-    """The same with a window in some layers: by `layer_types` where config.json has them, else by `is_windowed`."""
-    window = config.get("sliding_window") or 0
-    types = config.get("layer_types") or []
-    found = [kind == "sliding_attention" for kind in types] or [is_windowed(i) for i in range(spec.num_layers)]
-    layers = zip(spec.layers, of_layers(found, spec.num_layers, "layer_types"), strict=True)
-    return replace(spec, layers=tuple(replace(layer, window=window if wanted else 0) for layer, wanted in layers))
-
-
 def of_layers(values: Sequence[T], num_layers: int, name: str) -> Sequence[T]:
     """What config.json says of each layer under `name`. Raises ValueError where it says so of other layers too."""
     if len(values) != num_layers:
         raise ValueError(f"config.json has {len(values)} `{name}` for {num_layers} layers: download it again")
     return values
+
+
+def layer_types(config: Config, default: Sequence[str]) -> Sequence[str]:
+    """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order."""
+    return of_layers(config.get("layer_types") or default, len(default), "layer_types")
+
+
+def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:
+    """The same with a window in some layers: by `layer_types` where config.json has them, else by `is_windowed`."""
+    window = config.get("sliding_window") or 0
+    types = layer_types(config, [LAYER_TYPES[is_windowed(i)] for i in range(spec.num_layers)])
+    layers = zip(spec.layers, types, strict=True)
+    windows = (replace(layer, window=window if kind == "sliding_attention" else 0) for layer, kind in layers)
+    return replace(spec, layers=tuple(windows))
 
 
 def mixture(config: Config, *, width: int) -> Moe:

@@ -1,7 +1,9 @@
 """Qwen2 (Yang et al. 2024, arXiv 2407.10671): Llama with biases on q, k and v, and windows in its upper layers.
 
 Its mixture has an expert that all tokens share. Qwen3, dense and mixture (Yang et al. 2025, arXiv 2505.09388), has
-normalised queries and keys in place of the biases.
+normalised queries and keys in place of the biases. Qwen3-Next and Qwen3.5 (3.6 too, by the same names) have gated delta
+rules in three of four layers, gates on attention, norms stored as distances from 1, and in mixtures an expert that all
+tokens share. In text, the three positions of a token of Qwen3.5 (mRoPE) are one.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, mixed, mixture, windowed
+from server.arch.families.hf_config import Config, layer_types, mixed, mixture, partial_rope, windowed
 from server.arch.names import FUSED_EXPERTS
-from server.arch.spec import ArchSpec, Moe
+from server.arch.spec import ArchSpec, GatedDelta, Moe, RmsNormSpec
 
 NAMES = llama.NAMES
 EXPERTS = {
@@ -20,18 +22,13 @@ EXPERTS = {
     "expert_up": "layers.{i}.mlp.experts.{e}.up_proj",
     "expert_down": "layers.{i}.mlp.experts.{e}.down_proj",
 }
-NAMES_OF_2_MOE = replace(
-    NAMES,
-    roles={
-        **NAMES.roles,
-        **EXPERTS,
-        "shared_gate": "layers.{i}.mlp.shared_expert.gate_proj",
-        "shared_up": "layers.{i}.mlp.shared_expert.up_proj",
-        "shared_down": "layers.{i}.mlp.shared_expert.down_proj",
-        "shared_router": "layers.{i}.mlp.shared_expert_gate",
-    },
-    fused_experts=FUSED_EXPERTS,
-)
+SHARED = {
+    "shared_gate": "layers.{i}.mlp.shared_expert.gate_proj",
+    "shared_up": "layers.{i}.mlp.shared_expert.up_proj",
+    "shared_down": "layers.{i}.mlp.shared_expert.down_proj",
+    "shared_router": "layers.{i}.mlp.shared_expert_gate",
+}
+NAMES_OF_2_MOE = replace(NAMES, roles={**NAMES.roles, **EXPERTS, **SHARED}, fused_experts=FUSED_EXPERTS)
 NAMES_OF_3 = replace(
     NAMES,
     roles={
@@ -51,6 +48,30 @@ NAMES_OF_SHARED = replace(
         "shared_gate": "layers.{i}.mlp.shared_experts.gate_proj",
         "shared_up": "layers.{i}.mlp.shared_experts.up_proj",
         "shared_down": "layers.{i}.mlp.shared_experts.down_proj",
+    },
+)
+NAMES_OF_3_5 = replace(
+    NAMES_OF_3,
+    roles={
+        **NAMES_OF_3.roles,
+        **SHARED,
+        "delta": "layers.{i}.linear_attn",
+        "delta_qkv": "layers.{i}.linear_attn.in_proj_qkv",
+        "delta_z": "layers.{i}.linear_attn.in_proj_z",
+        "delta_b": "layers.{i}.linear_attn.in_proj_b",
+        "delta_a": "layers.{i}.linear_attn.in_proj_a",
+        "delta_conv": "layers.{i}.linear_attn.conv1d",
+        "delta_norm": "layers.{i}.linear_attn.norm",
+        "delta_out": "layers.{i}.linear_attn.out_proj",
+    },
+    ignore=(*NAMES.ignore, r"(^|\.)mtp\."),  # a layer that drafts the token after the next
+)
+NAMES_OF_NEXT = replace(
+    NAMES_OF_3_5,
+    roles={
+        **NAMES_OF_3_5.roles,
+        "delta_qkvz": "layers.{i}.linear_attn.in_proj_qkvz",
+        "delta_ba": "layers.{i}.linear_attn.in_proj_ba",
     },
 )
 
@@ -74,10 +95,45 @@ def _mixed(base: ArchSpec, config: Config, moe: Moe) -> ArchSpec:
 
 
 def spec_of_2_moe(config: Config) -> ArchSpec:
+    return _mixed(replace(_windowed(config), qkv_bias=config.get("qkv_bias", True)), config, _sharing(config))
+
+
+def _sharing(config: Config) -> Moe:
     moe = mixture(config, width=config["moe_intermediate_size"])
-    moe = replace(moe, shared_width=config["shared_expert_intermediate_size"], shared_gate=True)
-    return _mixed(replace(_windowed(config), qkv_bias=config.get("qkv_bias", True)), config, moe)
+    return replace(moe, shared_width=config["shared_expert_intermediate_size"], shared_gate=True)
 
 
 def spec_of_3_moe(config: Config) -> ArchSpec:
     return _mixed(spec_of_3(config), config, mixture(config, width=config["moe_intermediate_size"]))
+
+
+def spec_of_next(config: Config) -> ArchSpec:
+    """Qwen3-Next and Qwen3.5, dense and mixture."""
+    config = {"norm_topk_prob": True, **config}
+    base = llama.spec({"intermediate_size": config.get("moe_intermediate_size"), **config})
+    position, interval = partial_rope(config, 0.25), config.get("full_attention_interval", 4)
+    kinds = {"linear_attention": _recurrence(config), "full_attention": None}
+    usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(base.num_layers)]
+    types = layer_types(config, usual)
+    if unknown := set(types) - set(kinds):
+        raise ValueError(f"config.json asks for layers of the type {min(unknown)!r}; served are: {', '.join(kinds)}")
+    layers = tuple(
+        replace(layer, position=position, recurrence=kinds[kind])
+        for layer, kind in zip(base.layers, types, strict=True)
+    )
+    norm = RmsNormSpec(config["rms_norm_eps"], unit_offset=True)
+    base = replace(base, layers=layers, norm=norm, qk_norm=True, attention_gate=True)
+    return _mixed(base, config, _sharing(config)) if config.get("num_experts") else base
+
+
+def _recurrence(config: Config) -> GatedDelta:
+    heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    if heads % key_heads:
+        raise ValueError(f"config.json says {heads} heads of values for {key_heads} heads of keys: download it again")
+    return GatedDelta(
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        conv=config["linear_conv_kernel_dim"],
+    )

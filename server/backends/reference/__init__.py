@@ -16,6 +16,8 @@ from server.backends.device import Device
 from server.backends.protocol import (
     SOFTMAX,
     Attention,
+    DeltaRule,
+    DeltaWeights,
     GraphCapture,
     GroupedLinear,
     LinearFormat,
@@ -27,6 +29,7 @@ from server.backends.protocol import (
     Scores,
 )
 from server.backends.reference.attention import BatchedAttention
+from server.backends.reference.delta import StockDelta
 from server.backends.reference.linear import (
     DenseFormat,
     Gate,
@@ -105,6 +108,9 @@ class ReferenceBackend:
     def routing(self, num_experts: int, top_k: int, *, renormalise: bool, rule: RouterRule = SOFTMAX) -> Routing:
         expert_ids = torch.arange(num_experts, device=self.device.torch_device)
         return StockRouting(expert_ids, top_k, renormalise, rule)
+
+    def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
+        return StockDelta(weights)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"

@@ -1,12 +1,13 @@
 """The real sizes of published checkpoints, loaded by every rank on the meta device: no weights, no bytes.
 
 `real_shapes/*.json` hold a checkpoint's config.json as published, how many parameters its model card names, and the
-names and shapes of its tensors as the headers of its files have them, `{i}` for the layer, `{d}` for one of the first,
-`dense`, ones, `{m}` for one of the others, `{n}` for one behind the last, and `{e}` for the expert; what is stored and
-never used is apart. A rank alone, and every rank of the largest world size that the model allows,
-load through the same code as in production; only the files are replaced, and those remember which part of which tensor
-was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover each tensor once, and
-what a rank would read. Left out: contents (`test_families.py`)."""
+names and shapes of its tensors as the headers of its files have them: `{i}` for the layer, `{d}` for one of the first,
+`dense`, ones, `{m}` for one of the others, `{n}` for one behind the last, `{f}` for each fourth, which attends, where
+the others, `{r}`, are recurrent, and `{e}` for the expert; what is stored and never used is apart. A rank alone, and
+every rank of the largest world size that the model allows, load through the same code as in production; only the files
+are replaced, and those remember which part of which tensor was asked for. So it shows that no tensor is missing or
+unknown, that the parts of all ranks cover each tensor once, and what a rank would read. Left out: contents
+(`test_families.py`)."""
 
 from __future__ import annotations
 
@@ -129,6 +130,8 @@ EXPECTED = {
     "qwen2-7b": Expected(UP_TO_4, Rope(1000000.0, 128)),  # 28 heads
     "qwen3-30b-a3b": Expected(EVERY, Rope(1000000.0, 128)),
     "qwen3-8b": Expected(EVERY, Rope(1000000.0, 128)),
+    "qwen3-next-80b-a3b": Expected(EVERY, Rope(10000000.0, 64)),
+    "qwen3.5-0.8b": Expected(EVERY, Rope(10000000.0, 64)),
     "seed-oss-36b": Expected(EVERY, Rope(10000000.0, 128)),
     "smollm3-3b": Expected(EVERY, None),
     "starcoder": Expected(EVERY, Learned(8192)),
@@ -164,18 +167,20 @@ class Published:
         """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
-        per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if "{i}" in p or "{m}" in p)
-        layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
+        per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search("{[imrf]}", p))
+        is_hybrid = any("{f}" in pattern for pattern in fixture["tensors"])
+        layers = range(fixture["layers"])[: max(4 if is_hybrid else 2, most_tensors // per_layer)]
         config = fixture["config"].get("text_config", fixture["config"])
         config |= {key: len(layers) for key in NUMS_LAYERS if key in config}
         config |= {key: config[key][: len(layers)] for key in BY_LAYER & set(config)}
 
-        dense = fixture.get("dense", 0)
+        dense, attending = fixture.get("dense", 0), layers[3::4]
         numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
+        numbers |= {"{f}": attending, "{r}": [i for i in layers if i not in attending]}
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
-                pattern.format(i=i, d=i, m=i, n=i, e=e): tuple(shape)
+                pattern.format(i=i, d=i, m=i, n=i, f=i, r=i, e=e): tuple(shape)
                 for pattern, shape in patterns.items()
                 for i, e in product(
                     next((numbers[key] for key in numbers if key in pattern), [0]), experts if "{e}" in pattern else [0]
