@@ -19,8 +19,6 @@ from server.checkpoint.experts import SeparateExperts, StackedExperts
 from server.checkpoint.weights import Weights
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
 
-GATE_AND_UP = ("mlp_gate", "mlp_up")
-
 
 @dataclass(frozen=True)
 class DenseMlp:
@@ -93,7 +91,7 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
     if isinstance(kind, Moe):
         return _load_moe(weights, spec, kind, backend)
     if isinstance(kind, Gated):
-        up = _load_gate_up(weights, spec, kind.width, backend.linear, GATE_AND_UP, bias=spec.mlp_bias)
+        up = _load_gate_up(weights, spec, kind.width, backend.linear)
     else:
         up = load_column(weights, "mlp_up", (kind.width, spec.hidden_size), backend.linear, bias=spec.mlp_bias)
     down = load_row(weights, "mlp_down", (spec.hidden_size, kind.width), backend.linear, bias=spec.mlp_bias)
@@ -102,20 +100,19 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
     )
 
 
-def _load_gate_up(
-    weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear, roles: tuple[str, str], *, bias: bool
-) -> ColumnLinear:
+def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear) -> ColumnLinear:
     """[gate | up] of this rank, from one tensor or from two."""
     start, stop = weights.shard.range(width)
     make_gated = partial(make_linear, is_gated=True)
-    if roles == GATE_AND_UP and (weights.holds("mlp_gate_up") or not weights.has("mlp_gate")):
+    if weights.holds("mlp_gate_up") or not weights.has("mlp_gate"):
         ranges = [(start, stop), (width + start, width + stop)]
         size = (2 * width, spec.hidden_size)
-        return load_column(weights, "mlp_gate_up", size, make_gated, bias=bias, ranges=ranges)
+        return load_column(weights, "mlp_gate_up", size, make_gated, bias=spec.mlp_bias, ranges=ranges)
     size, part = (width, spec.hidden_size), [(start, stop)]
+    roles = ("mlp_gate", "mlp_up")
     weight = stacked([weights.linear(role, size, rows=part) for role in roles], make_linear, is_gated=True)
-    biases = [weights.bias(role, width, ranges=part) for role in roles] if bias else []
-    return ColumnLinear(weight, torch.cat(biases) if biases else None)
+    bias = torch.cat([weights.bias(role, width, ranges=part) for role in roles]) if spec.mlp_bias else None
+    return ColumnLinear(weight, bias)
 
 
 def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> MoeMlp:
@@ -144,8 +141,7 @@ def _load_routing(weights: Weights, kind: Moe, backend: Backend) -> Routing:
 
 
 def _load_shared(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> DenseMlp:
-    width, roles = kind.shared_width, ("shared_gate", "shared_up")
-    up = _load_gate_up(weights, spec, width, backend.linear, roles, bias=False)
-    return DenseMlp(
-        up, load_row(weights, "shared_down", (spec.hidden_size, width), backend.linear, bias=False), kind.activation
-    )
+    size, part = (kind.shared_width, spec.hidden_size), [weights.shard.range(kind.shared_width)]
+    halves = [weights.linear(role, size, rows=part) for role in ("shared_gate", "shared_up")]
+    up = ColumnLinear(stacked(halves, backend.linear, is_gated=True), None)
+    return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)
