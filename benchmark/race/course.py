@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -24,7 +25,7 @@ from benchmark.cost.devices import Gauge
 from benchmark.process import DONE, last_line, run_limited, started
 from benchmark.race.cells import SERVED, Cell, Records
 from benchmark.race.limits import Limits
-from benchmark.race.systems import Command, System, Task, load_generator, ours, rows_of
+from benchmark.race.systems import Command, System, Task, finished, load_generator, ours, rows_of
 from benchmark.result import BenchError
 from benchmark.terminal import Progress
 
@@ -36,6 +37,7 @@ TELLING = ("error", "not supported", "unsupported", "failed to")
 SOURCE = "transformers"  # the folder of a shape's model as that library writes it
 RAISED = re.compile(r"\b\w*(?:Error|Exception): \S.*")
 WEIGHTS = (".gguf", ".safetensors", ".bin")
+FAILURES = (ArithmeticError, HTTPException, OSError, ValueError)  # by which a cell's commands, answers and files fail
 
 
 class UnmadeError(BenchError):
@@ -109,6 +111,8 @@ class Course:
             return {"problem": str(error), "cut": True}
         except BenchError as error:
             return {"problem": str(error)}
+        except FAILURES as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
 
     def _measured(self, cell: Cell) -> dict[str, Any]:
         system = self._systems[cell.system]
@@ -134,7 +138,7 @@ class Course:
         try:
             source = self._source(cell.shape)
             return source, self._systems[cell.system].make_model(source, folder, cell.format, run)
-        except BenchError as error:
+        except (BenchError, OSError) as error:
             raise UnmadeError(f"no model: {error}") from None
 
     def _timed(self, system: System, task: Task) -> dict[str, Any]:
@@ -146,19 +150,16 @@ class Course:
         until = time.monotonic() + self._settings.seconds
         with self._log.open("ab") as file:
             start = self._begin(file.fileno(), command)
-            try:
-                folder = command.folder or self._log.parent
-                with started(command.arguments, command.environment, file.fileno(), folder=folder) as server:
-                    while not answers(task.port):
-                        if server.poll() is not None:
-                            raise BenchError(f"its server ended: {self._last_words(start)}")
-                        if time.monotonic() > until:
-                            raise CutError(f"its server was not ready after {self._settings.seconds:.0f} s")
-                        time.sleep(POLL_S)
-                    requests = max(LEAST_REQUESTS, 2 * task.cell.batch_size)
-                    printed = self._run(load_generator(task, requests, system.api), until - time.monotonic())
-            except OSError as error:
-                raise BenchError(f"its server did not start: {error.strerror}") from None
+            folder = command.folder or self._log.parent
+            with started(command.arguments, command.environment, file.fileno(), folder=folder) as server:
+                while not answers(task.port):
+                    if server.poll() is not None:
+                        raise BenchError(f"its server ended: {self._last_words(start)}")
+                    if time.monotonic() > until:
+                        raise CutError(f"its server was not ready after {self._settings.seconds:.0f} s")
+                    time.sleep(POLL_S)
+                requests = max(LEAST_REQUESTS, 2 * task.cell.batch_size)
+                printed = self._run(load_generator(task, requests, system.api), until - time.monotonic())
         return served_figures(printed)
 
     def _source(self, shape: str) -> Path:
@@ -170,7 +171,7 @@ class Course:
             unfinished.parent.mkdir(parents=True, exist_ok=True)
             make = ours("-m", "benchmark.race.model", self._folders.shapes[shape], str(unfinished))
             self._run(make, MAKE_SECONDS)
-            unfinished.rename(folder)
+            finished(unfinished, folder)
         return folder
 
     def _run(self, command: Command, seconds: float) -> str:

@@ -7,6 +7,7 @@ them prints and cannot be read raises BenchError. Left out: when what runs, and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -197,12 +198,12 @@ def last_object(printed: str) -> Mapping[str, Any]:
 
 
 def _positive(found: Mapping[Any, Any], *names: str) -> float:
-    """A figure within objects. Raises BenchError where there is none above 0."""
+    """A figure within objects. Raises BenchError where there is no finite one above 0."""
     value: Any = found
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
-    if not isinstance(value, int | float) or not value > 0:
-        raise BenchError(f"its output has no {' '.join(names)} above 0")
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise BenchError(f"its output has no finite {' '.join(names)} above 0")
     return float(value)
 
 
@@ -243,7 +244,7 @@ class LlamaCpp:
         else:
             whole = self.make_model(source, folder, "bf16", run)
             run(Command((self._tool("llama-quantize"), str(whole), str(partial), name)))
-        return partial.rename(path)
+        return finished(partial, path)
 
     def steps(self, task: Task) -> Command:
         """One sequence to warm up, then the batch as often as it is wanted."""
@@ -310,7 +311,7 @@ def batched_bench_times(printed: str, cell: Cell) -> Times:
 
 
 def _above_0(times: Times) -> Times:
-    """The times. Raises BenchError where one is not above 0."""
+    """The times. Raises BenchError where one is not finite and above 0."""
     return {name: _positive(times, name) for name in times}
 
 
@@ -430,8 +431,15 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
         make(partial)
-        partial.rename(folder)
+        finished(partial, folder)
     return folder
+
+
+def finished(partial: Path, whole: Path) -> Path:
+    """What a command has written, by the name that it has from now on. Raises BenchError where it wrote nothing."""
+    if not partial.exists():
+        raise BenchError(f"its command ended without an error, but wrote no {partial}")
+    return partial.rename(whole)
 
 
 def _python_steps(python: Path, engine: str, task: Task, environment: Mapping[str, str]) -> Command:

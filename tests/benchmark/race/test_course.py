@@ -17,7 +17,7 @@ from benchmark.cost.roofline import Ceilings
 from benchmark.race.cells import SERVED, Cell, Records
 from benchmark.race.course import Course, Folders, Settings, answers, stored_bytes
 from benchmark.race.limits import Limits
-from benchmark.race.systems import Command, Run, Task, Times, last_object, ours
+from benchmark.race.systems import Command, Run, Task, Times, finished, last_object, ours
 from benchmark.result import BenchError
 from benchmark.terminal import Progress, Stage
 from tests.benchmark.race.fakes import cell, make_source
@@ -153,7 +153,48 @@ def test_a_program_that_is_not_there_costs_its_cell(tmp_path: Path) -> None:
 
     go(course(tmp_path, Missing("missing")), cell("missing"))
     (record,) = found(tmp_path).values()
-    assert re.match(r"failed with 127: env: .*/nowhere/bench.*: No such file or directory", str(record["problem"]))
+    assert "not started: /nowhere/bench: No such file or directory: " == record["problem"]
+
+
+def test_a_model_that_nobody_wrote_costs_its_cells(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Idle(Script):
+        def make_model(self, source: Path, folder: Path, format: str, run: Run) -> Path:
+            return finished(folder / "model.partial", folder / "model")
+
+    go(course(tmp_path, Idle("idle")), cell("idle"))
+    (record,) = found(tmp_path).values()
+    assert record["unmade"] and str(record["problem"]).startswith(
+        "no model: its command ended without an error, but wrote no "
+    )
+
+
+def test_a_file_in_the_place_of_a_folder_costs_its_cells(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "bloom-560m").write_text("of somebody")
+    go(course(tmp_path, Script("one"), keep_models=False), cell("one"), cell("one", batch_size=1))
+    first, second = found(tmp_path).values()
+    assert str(first["problem"]).startswith("no model: ") and first["problem"] == second["problem"]
+    assert "of somebody" == (tmp_path / "models" / "bloom-560m").read_text()
+
+
+GARBAGE = r"""
+import socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[-1]))) as server:
+    while True:
+        client, _ = server.accept()
+        client.recv(1000)
+        client.sendall(b"garbage\r\n\r\n")
+        client.close()
+"""
+
+
+def test_a_server_that_speaks_no_http_costs_its_cell(tmp_path: Path) -> None:
+    program = tmp_path / "garbage.py"
+    program.write_text(GARBAGE)
+    go(course(tmp_path, Script("server", serves=f"{program} x")), cell("server", kind=SERVED))
+    (record,) = found(tmp_path).values()
+    assert str(record["problem"]).startswith("BadStatusLine: garbage")
 
 
 def test_a_server_is_asked_by_clients_and_ended(tmp_path: Path) -> None:
