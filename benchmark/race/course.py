@@ -13,6 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
@@ -22,7 +23,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from benchmark.cost.devices import Gauge
-from benchmark.process import DONE, last_line, run_limited, started
+from benchmark.process import DONE, run_limited, started
 from benchmark.race.cells import SERVED, Cell, Records
 from benchmark.race.limits import Limits
 from benchmark.race.systems import Command, System, Task, finished, load_generator, ours, rows_of
@@ -35,6 +36,7 @@ MOST_LETTERS = 160
 POLL_S = 0.5
 TELLING = ("error", "not supported", "unsupported", "failed to")
 SOURCE = "transformers"  # the folder of a shape's model as that library writes it
+UNFINISHED = f"{SOURCE}.partial"
 RAISED = re.compile(r"\b\w*(?:Error|Exception): \S.*")
 WEIGHTS = (".gguf", ".safetensors", ".bin")
 FAILURES = (ArithmeticError, HTTPException, OSError, ValueError)  # by which a cell's commands, answers and files fail
@@ -133,11 +135,12 @@ class Course:
 
         Raises UnmadeError.
         """
-        folder = self._folders.models / cell.shape / cell.system
+        system = self._systems[cell.system]
+        folder = self._folders.models / cell.shape / system.models_of
         run = partial(self._run, seconds=MAKE_SECONDS)
         try:
             source = self._source(cell.shape)
-            return source, self._systems[cell.system].make_model(source, folder, cell.format, run)
+            return source, system.make_model(source, folder, cell.format, run)
         except (BenchError, OSError) as error:
             raise UnmadeError(f"no model: {error}") from None
 
@@ -166,7 +169,7 @@ class Course:
         """The model as transformers has it, made where it is not there yet."""
         folder = self._folders.models / shape / SOURCE
         if not folder.exists():
-            unfinished = folder.with_name(f"{SOURCE}.partial")
+            unfinished = folder.with_name(UNFINISHED)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.parent.mkdir(parents=True, exist_ok=True)
             make = ours("-m", "benchmark.race.model", self._folders.shapes[shape], str(unfinished))
@@ -199,22 +202,26 @@ class Course:
             return file.read().decode(errors="replace")
 
     def _last_words(self, start: int) -> str:
-        """Why a command failed, as it says: Python's last exception with a message, else the first line that speaks
-        of an error, which the others follow from, else the last line."""
-        printed = self._printed(start)
-        lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        telling = [line for line in lines if any(word in line.lower() for word in TELLING)]
-        found = RAISED.findall(printed)[-1:] or telling or [last_line(self._log, start)]
-        return str(found[0])[:MOST_LETTERS]
+        return why(self._printed(start))
 
     def _discard(self, cell: Cell, later: Sequence[Cell]) -> None:
-        """Remove the models that no later cell needs."""
-        if not any(other.shape == cell.shape for other in later):
-            shutil.rmtree(self._folders.models / cell.shape, ignore_errors=True)
-        elif not any((other.shape, other.format) == (cell.shape, cell.format) for other in later):
-            for made in (self._folders.models / cell.shape).iterdir():
-                if made.name != SOURCE:
-                    shutil.rmtree(made, ignore_errors=True)
+        """Remove the models that no later cell needs, and nothing that somebody else has put beside them."""
+        formats = {other.format for other in later if other.shape == cell.shape}
+        made = set() if cell.format in formats else {system.models_of for system in self._systems.values()}
+        folder = self._folders.models / cell.shape
+        for name in made if formats else made | {SOURCE, UNFINISHED}:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        with suppress(OSError):  # it is not empty, or no folder
+            folder.rmdir()
+
+
+def why(printed: str) -> str:
+    """Why a command failed, as it says: Python's last exception with a message, else the first line that speaks of an
+    error, which the others follow from, else the last line."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    telling = [line for line in lines if any(word in line.lower() for word in TELLING)]
+    found = RAISED.findall(printed)[-1:] or telling or lines[-1:] or [""]
+    return str(found[0])[:MOST_LETTERS]
 
 
 def stored_bytes(model: Path) -> int:

@@ -67,6 +67,10 @@ class System(Protocol):
     def name(self) -> str: ...
 
     @property
+    def models_of(self) -> str:
+        """The name of the system whose models it runs: its own, or that of another that makes them."""
+
+    @property
     def formats(self) -> Mapping[str, str]:
         """What it calls those of `cells.FORMATS` that it has."""
 
@@ -105,6 +109,11 @@ class Lockstep:
     def name(self) -> str:
         """With the kernels where the user has chosen them, so that two choices can be in one race."""
         return f"Lockstep ({self.kernels})" if self.kernels else "Lockstep"
+
+    @property
+    def models_of(self) -> str:
+        """It makes none."""
+        return self.name
 
     def version(self) -> Command:
         """The launcher's."""
@@ -224,6 +233,11 @@ class LlamaCpp:
         default_factory=lambda: {"bf16": "BF16", "f16": "F16", "int8": "Q8_0", "int4": "Q4_0", "q4_k_m": "Q4_K_M"}
     )
 
+    @property
+    def models_of(self) -> str:
+        """The maker's."""
+        return self.maker.name if self.maker is not None else self.name
+
     def version(self) -> Command:
         """The benchmark's."""
         return Command((self._tool("llama-batched-bench"), "--version"))
@@ -231,7 +245,7 @@ class LlamaCpp:
     def make_model(self, source: Path, folder: Path, format: str, run: Run) -> Path:
         """A file that its converter wrote, for other formats than 16 bits quantised by its own tool."""
         if self.maker is not None:
-            return self.maker.make_model(source, folder.with_name(self.maker.name), format, run)
+            return self.maker.make_model(source, folder, format, run)
         name, dense = self.formats[format], FORMATS[format].bits == 16
         path = folder / f"{name}.gguf"
         if path.exists():
@@ -327,6 +341,11 @@ class OpenVino:
     api: str = ""
     formats: Mapping[str, str] = field(default_factory=lambda: {"bf16": "fp16", "int8": "int8", "int4": "int4"})
 
+    @property
+    def models_of(self) -> str:
+        """Its own."""
+        return self.name
+
     def version(self) -> Command:
         """That of the package."""
         return Command((str(self.python), "-c", _says_version("openvino_genai")))
@@ -364,6 +383,11 @@ class Vllm:
     name: str = "vLLM"
     api: str = "openai"
     formats: Mapping[str, str] = field(default_factory=lambda: {"bf16": DTYPE, "int8": "W8A8", "int4": "W4A16"})
+
+    @property
+    def models_of(self) -> str:
+        """Its own."""
+        return self.name
 
     def version(self) -> Command:
         """That of the package."""

@@ -82,7 +82,7 @@ def test_a_model_is_converted_without_a_change_to_the_converter_and_quantised_on
     assert before == (folder / "convert_hf_to_gguf.py").read_text()
     reader = LlamaCpp("ik_llama.cpp", tmp_path, ("-rtr",), maker=system)
     made = system.make_model(source, tmp_path / "llama.cpp", "bf16", run)
-    assert made == reader.make_model(source, tmp_path / "ik_llama.cpp", "bf16", run)
+    assert made == reader.make_model(source, tmp_path / reader.models_of, "bf16", run)
     with pytest.raises(BenchError, match="not divisible by 256"):
         system.make_model(source, tmp_path / "made", "q4_k_m", counted)
     assert not (tmp_path / "made" / "Q4_K_M.gguf").exists()
