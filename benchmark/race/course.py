@@ -2,7 +2,8 @@
 
 Nothing runs beside anything else. What a cell's commands print goes into one log as it comes, and what came of the cell
 into the records as soon as it has ended; a cell that fails, hangs or crashes costs its own time. Ceilings are measured
-right before and right after a cell, and the better of both counts, because bandwidth drifts.
+right before and right after a cell, and the better of both counts; of reads the best of all cells so far, for they do not
+depend on what is multiplied, and a shared machine shows its bandwidth at times only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -86,6 +87,7 @@ class Course:
         self._records = records
         self._limits = limits
         self._gauges = gauges
+        self._read = 0.0  # bytes a second
         self._folders = folders
         self._log = folders.log
         self._settings = settings
@@ -128,7 +130,8 @@ class Course:
         if gauge is None or before is None:
             return found
         ceilings = before.best_of(gauge.measure())
-        return {**found, **self._limits.figures(cell, stored, ceilings)}
+        self._read = max(self._read, ceilings.bytes_per_second)
+        return {**found, **self._limits.figures(cell, stored, replace(ceilings, bytes_per_second=self._read))}
 
     def make_model(self, cell: Cell) -> tuple[Path, Path]:
         """The model of a cell as transformers has it, and as its system does, made where they are not there yet.
