@@ -1,4 +1,4 @@
-"""Architectures that transformers serves for us: the same tokens as its own generation, and what is refused."""
+"""What transformers runs one sequence at a time: the same tokens as its own generation, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,52 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.cost.shapes import write_word_tokenizer
 from server.arch.families import FAMILIES
-from server.config import ShardConfig
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
+from server.checkpoint.formats import Quantisation
+from server.fallback.load import Loader
 from server.loading import load
-from server.stepping.engine import Engine
-from server.stepping.warmup import warm_up
+from server.ranks.collectives import Shard
 from tests.running import Server, body, generate_all, tokens_of
 from tests.server.driver import Prompt, generate, greedy
-from tests.server.tiny import COMMON, LLAMA_SIZES
-
-CASES: dict[str, dict[str, Any]] = {
-    "cohere": LLAMA_SIZES | {"logit_scale": 0.25},
-    "gptj": {"n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 256, "rotary_dim": 4},
-    "bart": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 8,
-             "decoder_attention_heads": 8, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
-             "max_position_embeddings": 256, "decoder_start_token_id": 2, "forced_eos_token_id": None},
-}  # fmt: skip
-
-
-def save(model_type: str, folder: Path) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(model_type, **(COMMON | CASES.get(model_type, {})))
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" not in name and "ln_" not in name:
-            parameter.data.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    return model
-
-
-def shard_config(folder: Path, **changes: Any) -> ShardConfig:
-    places = {"model_path": str(folder), "weights_path": str(folder), "socket_path": "", "rendezvous": ""}
-    given = {**places, "rank": 0, "world_size": 1, "dtype": "float32", "device": "cpu", **changes}
-    return ShardConfig(**given)
-
-
-def engine_of(folder: Path) -> Engine:
-    engine, _ = load(shard_config(folder))
-    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 2048, "useful_tokens": 2048, "sequences": 0}
-    warm_up(engine, top_n_tokens=5, fraction=1.0, **sizes)
-    return engine
+from tests.server.fallback.cases import SERIAL, engine_of, expected, save, shard_config
+from tests.server.tiny import COMMON
 
 
 def prompts() -> list[Prompt]:
@@ -67,18 +35,7 @@ def prompts() -> list[Prompt]:
     ]
 
 
-@torch.inference_mode()
-def expected(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """Greedy generation without the end token's say, as the engine does."""
-    ids = torch.tensor([prompt])
-    out = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-        eos_token_id=-1,
-    )  # fmt: skip
-    return [int(id) for id in out[0, -count:]]
-
-
-@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.parametrize("model_type", SERIAL)
 def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture) -> None:
     model = save(model_type, tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -88,7 +45,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, caplo
         assert expected(model, prompt.token_ids, 9) == prompt.tokens
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "bart"])
+@pytest.mark.parametrize("model_type", ["gptj", "bart"])
 def test_forced_tokens_join_its_sequences_too(tmp_path: Path, model_type: str) -> None:
     save(model_type, tmp_path)
     engine = engine_of(tmp_path)
@@ -119,10 +76,12 @@ def test_what_nobody_knows_is_refused_with_the_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value", "flag"), [("world_size", 2, "num-shard"), ("quantize", "int8", "quantize")])
-def test_limits_of_a_fallback_are_said_with_the_list(tmp_path: Path, field: str, value: Any, flag: str) -> None:
+def test_limits_of_a_serial_model_are_said_with_the_list(tmp_path: Path, field: str, value: Any, flag: str) -> None:
     save("gptj", tmp_path)
-    with pytest.raises(ValueError, match=f"type 'gptj', which runs on one shard .* out --{flag}; .*{max(FAMILIES)}"):
-        load(shard_config(tmp_path, **{field: value}))
+    changes = {field: value}
+    config = shard_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=rf"GPTJ.* on one shard, .* because .*: leave out --{flag}; .*{max(FAMILIES)}"):
+        Loader(config, ReferenceBackend(CpuDevice()), Shard(), torch.float32, Quantisation()).load()
 
 
 def test_a_server_of_such_a_model_starts_warns_and_answers(tmp_path: Path) -> None:
