@@ -19,9 +19,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from server.arch import families
 from server.backends.protocol import Backend
@@ -46,6 +48,8 @@ UNREADABLE = (
     *(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, AssertionError, ImportError, RuntimeError),
     *(IndexError, StrictDataclassError),
 )
+# Which parts of a cache keep keys and values alone, or nothing, where a layer takes those of another one.
+PLAIN_CACHES = frozenset((DynamicLayer, DynamicSlidingWindowLayer, DummyLayer))
 NOTED_TOKENS = 5  # of the pass that finds out what attention is asked for
 
 
@@ -191,6 +195,8 @@ def body_of(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
 
 def note(body: nn.Module, config: PreTrainedConfig, device: torch.device) -> tuple[list[asked.LayerAttention], type]:
     """What a body's layers ask of attention, and the class of what it gives. Raises UnbatchedError."""
+    if kinds := {type(layer) for layer in DynamicCache(config=config).layers} - PLAIN_CACHES:
+        raise UnbatchedError(f"its cache keeps more than keys and values, in a {kinds.pop().__name__}")
     ids = torch.arange(1, 1 + NOTED_TOKENS, device=device)
     layers, output = asked.find(body, lambda: output_of(body, ids, ids - 1))
     if without := config.num_hidden_layers - len(layers):

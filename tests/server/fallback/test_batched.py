@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
 from server.fallback.asked import window_of
+from server.fallback.attention import install
 from server.fallback.batched import BatchedModel
+from server.fallback.probe import problem_of
+from server.quantisation.kv import AS_COMPUTED
 from server.stepping.engine import Engine
 from tests.server.driver import Prompt, all_logits, generate
 from tests.server.fallback.cases import BATCHED, engine_of, expected, save
@@ -105,3 +111,13 @@ def test_windows_are_read_from_masks() -> None:
     assert 9 == window_of(sliding_window_causal_mask_function(9))
     assert window_of(bidirectional_mask_function) is None
     assert window_of(chunked_causal_mask_function(64, torch.tensor([0]))) is None
+
+
+def test_the_probe_finds_another_window(tmp_path: Path) -> None:
+    save("arcee", tmp_path)
+    model = engine_of(tmp_path).model
+    assert isinstance(model, BatchedModel)
+    backend = ReferenceBackend(CpuDevice())
+    assert problem_of(model, backend, torch.float32) is None
+    step = install([replace(layer, window=9) for layer in model.layers], backend, AS_COMPUTED)
+    assert "come out differently" in str(problem_of(replace(model, step=step), backend, torch.float32))

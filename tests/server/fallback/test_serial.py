@@ -24,7 +24,7 @@ from server.ranks.collectives import Shard
 from tests.running import Server, body, generate_all, tokens_of
 from tests.server.driver import Prompt, generate, greedy
 from tests.server.fallback.cases import SERIAL, engine_of, expected, save, shard_config
-from tests.server.tiny import COMMON
+from tests.server.tiny import COMMON, LLAMA_SIZES
 
 
 def prompts() -> list[Prompt]:
@@ -58,6 +58,28 @@ def test_forced_tokens_join_its_sequences_too(tmp_path: Path, model_type: str) -
     (free,) = generate(engine, [Prompt([5, 6, 7], 2, greedy(is_constrained=True), rule=rule)])
     assert [*free.tokens, 8, 50, 9] == held.tokens[:5]
     assert all(token % 2 for token in held.tokens[5:]) and 3 == len(held.prompt_values)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("gptj", {}, "its attention does not go through transformers' interface"),
+        ("bart", {}, "it has an encoder"),
+        ("doge", {}, "its masks are of its own making"),
+        ("diffllama", {}, "a layer of it attends more than once in a pass"),
+        ("olmo_hybrid", {}, "it keeps a state of its own"),
+        ("glm", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+         "the longest sequence of a batch decides how its positions are turned"),
+        ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]},
+         "its cache keeps more than keys and values"),
+    ],
+)  # fmt: skip
+def test_what_is_not_batched_is_told_why(tmp_path: Path, model_type: str, changes: dict[str, Any], reason: str) -> None:
+    sizes = SERIAL[model_type] if model_type in SERIAL else LLAMA_SIZES
+    AutoConfig.for_model(model_type, **(COMMON | sizes | changes)).save_pretrained(tmp_path)
+    settings = shard_config(tmp_path, random_weights=True)
+    loader = Loader(settings, ReferenceBackend(CpuDevice()), Shard(), torch.float32, Quantisation())
+    assert f"one sequence at a time, because {reason}" in loader.load().warning
 
 
 def test_what_transformers_has_of_another_kind_is_refused(tmp_path: Path) -> None:
