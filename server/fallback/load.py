@@ -104,6 +104,8 @@ class Loader:
         return self.backend.device.torch_device
 
     def _batched(self) -> BatchedModel:
+        if self.quantised.format is not None:
+            raise UnbatchedError("its checkpoint is quantised, which transformers reads in its own way")
         model = build(self.config, self.dtype, torch.get_default_device())
         body, prefix = body_of(model)
         plan = Plan(model._tp_plan or {})

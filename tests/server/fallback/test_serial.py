@@ -18,8 +18,10 @@ from server.arch.families import FAMILIES
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.checkpoint.formats import Quantisation
+from server.checkpoint.formats.float8 import Float8Format
 from server.fallback.load import Loader
 from server.loading import load
+from server.quantisation.configs import Budget
 from server.ranks.collectives import Shard
 from tests.running import Server, body, generate_all, tokens_of
 from tests.server.driver import Prompt, generate, greedy
@@ -95,6 +97,13 @@ def test_what_nobody_knows_is_refused_with_the_list(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"gptj"', '"quantum"'))
     with pytest.raises(ValueError, match=r"transformers cannot load it either .*quantum.* served are: .*bloom.*t5"):
         load(shard_config(tmp_path))
+
+
+def test_a_quantised_checkpoint_is_left_to_transformers(tmp_path: Path) -> None:
+    save("glm", tmp_path, head_dim=8)
+    stored = Quantisation("fp8", Float8Format({"quant_method": "fp8"}, Budget()))
+    loader = Loader(shard_config(tmp_path), ReferenceBackend(CpuDevice()), Shard(), torch.float32, stored)
+    assert "because its checkpoint is quantised" in loader.load().warning
 
 
 @pytest.mark.parametrize(("field", "value", "flag"), [("world_size", 2, "num-shard"), ("quantize", "int8", "quantize")])
