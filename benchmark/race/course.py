@@ -2,8 +2,8 @@
 
 Nothing runs beside anything else. What a cell's commands print goes into one log as it comes, and what came of the cell
 into the records as soon as it has ended; a cell that fails, hangs or crashes costs its own time. Ceilings are measured
-right before and right after a cell, and the better of both counts; of reads the best of all cells so far, for they do not
-depend on what is multiplied, and a shared machine shows its bandwidth at times only.
+right before and right after a cell, and the better of both counts; of reads the best of all cells so far, for they do
+not depend on what is multiplied, and a shared machine shows its bandwidth at times only.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class Engine:
     def open_slots(self, count: int, session: Session) -> HostSlots:
         """Have a tier of so many blocks on the host behind the KV cache; a later call finds the first one's."""
         if self.slots is None:
-            shape = self.kv_shape
-            parts = [self.backend.block_parts(kv, shape.format, shape.head_dim) for kv in self._kv_caches]
+            layers = zip(self._kv_caches, self.kv_shape.layers, strict=True)
+            parts = [self.backend.block_parts(kv, layer.format, layer.head_dim) for kv, layer in layers]
             copies = self.device.host_copies([part for of_layer in parts for part in of_layer], count)
             self.slots = HostSlots(copies, self.num_blocks, session)
         if (end := self.device.event()) is not None:
@@ -378,7 +378,7 @@ def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
 
 
 class Model(Protocol):
-    """What an engine runs: a `Transformer`, or a model of another library (`server/model/fallback.py`)."""
+    """What an engine runs: a `Transformer`, or a model of another library (`server/fallback/`)."""
 
     @property
     def kv_placement(self) -> KvPlacement:
