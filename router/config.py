@@ -182,6 +182,15 @@ class RouterConfig:
             "throughput, less gives smoother streams.",
         },
     )
+    state_checkpoint_tokens: int = field(
+        default=512,
+        metadata={
+            "help": "Of a model with recurrent layers, how many tokens lie between two states that the prefix cache "
+            "keeps, in whole KV blocks. A request goes on from the last one in what it shares.",
+            "when": "Lower it for many short prompts with a common beginning; raise it if kept states, whose size the "
+            "start-up table tells, push prefixes out of the cache.",
+        },
+    )
     disable_prefix_caching: bool = field(
         default=False,
         metadata={

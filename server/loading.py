@@ -33,7 +33,7 @@ from server.config import DTYPES, THROUGH_HOST, ShardConfig, dtype_for, parse_gr
 from server.model import load as model_loading
 from server.model import placement as placing
 from server.model.streamed import Streaming
-from server.model.transformer import local_kv_heads
+from server.model.transformer import kv_shape
 from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
 from server.prefix.identity import identity as identify
@@ -42,7 +42,6 @@ from server.quantisation.kv import AS_COMPUTED, KV_FORMATS
 from server.quantisation.sizes import Storage
 from server.ranks import collectives
 from server.ranks.collectives import Shard
-from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
 from server.stepping.pipeline import Neighbours, NoNeighbours, StageNeighbours, connect_stages
 from server.stepping.sampling import Watermark
@@ -201,8 +200,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     shard = _connect(config, device)
     neighbours = _neighbours(config, stage, shard, device, dtype, spec.hidden_size)
     cache = KV_FORMATS[config.kv_cache_dtype]
-    kv_heads = len(local_kv_heads(spec, shard))
-    kv_bytes = KVShape(part.num_layers, kv_heads, spec.head_dim, dtype, format=cache).bytes_per_token
+    kv_bytes = kv_shape(spec, stage, shard, dtype, cache).bytes_per_token
     auto = placing.automatic(config, part, backend, dtype, shard, kv_bytes, _kept(quantised, config, device, dtype))
     placement = placing.choose_placement(config, part, device, auto)
     weights = Weights.open(
@@ -312,7 +310,8 @@ def _open(
 ) -> tuple[Checkpoint | RandomCheckpoint, torch.dtype]:
     """The source of the weights, and the dtype that dense ones are stored in. storage: of random ones, if quantised."""
     if config.random_weights:
-        name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16"
+        text = hf_config.get("text_config") or {}  # of a model that reads images too
+        name = hf_config.get("dtype") or hf_config.get("torch_dtype") or text.get("dtype") or "float16"
         dtype = getattr(torch, name) if name in DTYPES else torch.float16
         return RandomCheckpoint(dtype, storage), dtype
     checkpoint = Checkpoint(config.weights_path)

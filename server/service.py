@@ -148,6 +148,9 @@ class ShardService(pb_grpc.ShardServicer):
             max_total_tokens=warmed.total_tokens,
             step_seconds=warmed.prompt_times.step,
             token_seconds=warmed.prompt_times.token,
+            num_states=warmed.num_states,
+            checkpoint_blocks=engine.checkpoint_blocks,
+            state_bytes=(warmed.num_states + 1) * engine.kv_shape.bytes_per_sequence,
         )
 
     async def OpenTiers(self, request: pb.OpenTiersRequest, context: grpc.aio.ServicerContext) -> pb.OpenTiersReply:

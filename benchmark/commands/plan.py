@@ -232,12 +232,15 @@ def _arguments_table(args: argparse.Namespace, model: str, served: ServedModel) 
 
 def _capacity_table(capacities: list[Capacity], max_total_tokens: int) -> str:
     fitting = ("KV tokens that fit", "max_batch_total_tokens", "Longest sequence")
-    headers = ("Shards", "Weights per shard", "KV per token and shard", *fitting)
+    has_states = any(found.state_bytes_per_sequence for found in capacities)
+    states = ("State per sequence and shard",) if has_states else ()
+    headers = ("Shards", "Weights per shard", "KV per token and shard", *states, *fitting)
     cells = [
         [
             found.num_shard,
             f"{found.weight_bytes_per_shard / 1e9:.2f} GB",
             f"{found.kv_bytes_per_token_per_shard} B",
+            *([f"{found.state_bytes_per_sequence / 1e6:.1f} MB"] if has_states else []),
             found.kv_tokens,
             "-" if found.problem else found.max_batch_total_tokens,
             "-" if found.problem else min(max_total_tokens, _longest(found.kv_tokens)),

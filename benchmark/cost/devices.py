@@ -24,7 +24,7 @@ from benchmark.cost.roofline import DATA_SHEET, MEASURED, Ceilings, Pipeline, Se
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
 from benchmark.result import BenchError
 from host.cgroups import available_bytes
-from server.arch.footprint import LOGIT_BYTES, least_step_bytes, step_bytes
+from server.arch.footprint import LOGIT_BYTES, least_step_bytes, state_bytes, step_bytes
 from server.quantisation import sizes
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ class Capacity:
     kv_tokens: int  # that fit, at least 0
     max_batch_total_tokens: int  # that the server would infer
     problem: str | None  # why this split cannot be served
+    state_bytes_per_sequence: int = 0  # and shard, of recurrent layers
 
 
 def stored_as(named: NamedShape, quantize: str | None, head: str = "int8") -> str | None:
@@ -165,6 +166,7 @@ def least_capacity(pipe: Pipeline, device: DatasheetDevice, num_shard: int, args
         min(found, key=lambda stage: (stage.problem is None, stage.kv_tokens)),
         weight_bytes_per_shard=max(stage.weight_bytes_per_shard for stage in found),
         kv_bytes_per_token_per_shard=max(stage.kv_bytes_per_token_per_shard for stage in found),
+        state_bytes_per_sequence=max(stage.state_bytes_per_sequence for stage in found),
     )
 
 
@@ -176,13 +178,16 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
     kv_bytes = served.kv_bytes_per_token * replace(served, ranks=num_shard).kv_copies // num_shard
     free = device.free_bytes(weights, _step_bytes(served, device, num_shard, args), num_shard)
-    tokens = max(0, int(free // (kv_bytes * BLOCK_SIZE)) * BLOCK_SIZE)
+    # One state is nobody's; of the free memory, states have at most half.
+    state = state_bytes(shape.spec, num_shard)
+    states = min(free // 2, (args.max_concurrent_requests + 1) * state)
+    tokens = max(0, int((free - states) // (max(1, kv_bytes) * BLOCK_SIZE)) * BLOCK_SIZE)
     blocks = -(-args.max_total_tokens // BLOCK_SIZE) + (shape.spec.encoder is not None)  # which has blocks of its own
     useful = args.max_concurrent_requests * blocks * BLOCK_SIZE
     problem = shape.split_problem(num_shard)
     if problem is None and not tokens:
         problem = f"{weights / 1e9:.2f} GB of weights a shard leave no room for a KV cache with {num_shard} shards"
-    return Capacity(num_shard, weights, kv_bytes, tokens, min(tokens, useful), problem)
+    return Capacity(num_shard, weights, kv_bytes, tokens, min(tokens, useful), problem, state)
 
 
 def _step_bytes(served: ServedModel, device: DatasheetDevice, num_shard: int, args: Namespace) -> float:

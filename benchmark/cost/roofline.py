@@ -50,6 +50,7 @@ from benchmark import options
 from benchmark.cost.shapes import DTYPE_BYTES, ModelShape
 from benchmark.result import BenchError
 from router.config import MOST_MICRO_BATCHES
+from server.arch.footprint import state_bytes
 from server.arch.spec import ArchSpec, Residual
 
 MEASURED, DATA_SHEET = "measured", "data sheet"  # where ceilings come from: what a share of the limit is a share of
@@ -237,7 +238,8 @@ class ServedModel:
         weights = self.step_weight_bytes(tokens)
         if not sampled:  # a chunk of a prompt that goes on
             weights -= shape.head_bytes(self.dtype, self.quantize)
-        return BytesAndFlops(weights + kv, matrices + attention, in_8_bits)
+        states = 2 * state_bytes(shape.spec) * sum(piece.times for piece in pieces)  # read and written
+        return BytesAndFlops(weights + kv + states, matrices + attention, in_8_bits)
 
     def encode(self, lengths: Sequence[int], times: float = 1) -> BytesAndFlops:
         """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt.

@@ -126,12 +126,12 @@ class ModelShape:
 
     @property
     def windows(self) -> Mapping[int, int]:
-        """How many layers have which window: tokens that a query sees, itself included; 0: all."""
-        return Counter(layer.window for layer in self.spec.layers)
+        """How many layers that attend have which window: tokens that a query sees, itself included; 0: all."""
+        return Counter(layer.window for layer in self.spec.layers if layer.recurrence is None)
 
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
-        return self.spec.num_layers * self.kv_bytes_per_layer(dtype, kv_cache_dtype)
+        return sum(self.windows.values()) * self.kv_bytes_per_layer(dtype, kv_cache_dtype)
 
     def kv_bytes_per_layer(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """The same in one layer."""
@@ -205,7 +205,7 @@ class ModelShape:
         one = head * spec.hidden_size * DTYPE_BYTES[dtype]
         if storage is not None:
             one = storage.weight_bytes(head, spec.hidden_size)
-        return spec.num_layers * one * max(0, ranks - spec.num_kv_heads)
+        return sum(self.windows.values()) * one * max(0, ranks - spec.num_kv_heads)
 
     @cached_property
     def _linears(self) -> tuple[Linear, ...]:
@@ -270,11 +270,16 @@ class ModelShape:
     def _layer(self, layer: LayerSpec, *, active: bool) -> int:
         spec = self.spec
         hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        attention = hidden * (queries + 2 * keys) + queries * hidden
+        attention = hidden * ((1 + spec.attention_gate) * queries + 2 * keys) + queries * hidden
         biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
         biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters + 2 * spec.head_dim * spec.qk_norm
         cross = 2 * hidden * queries if spec.encoder else 0
+        if (kind := layer.recurrence) is not None:
+            norms -= 2 * spec.head_dim * spec.qk_norm
+            inner = kind.num_heads * kind.value_dim
+            beside = kind.channels * kind.conv + 2 * kind.num_heads + kind.value_dim  # convolution, fading, norm
+            attention, biases = hidden * (kind.channels + 2 * inner + 2 * kind.num_heads) + beside, 0
         return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
 
 
@@ -287,7 +292,8 @@ def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
     if isinstance(mlp, Moe):
         experts = mlp.top_k if active else mlp.num_experts
         of_expert = 3 * hidden * mlp.width + (2 * mlp.width + hidden) * mlp.bias
-        return experts * of_expert + (hidden + mlp.router_bias) * mlp.num_experts
+        shared = hidden * (3 * mlp.shared_width + mlp.shared_gate)
+        return experts * of_expert + (hidden + mlp.router_bias) * mlp.num_experts + shared
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 
@@ -304,7 +310,8 @@ def from_config(config: Mapping[str, Any], origin: str = "config.json") -> Model
 
 def published_dtype(config: Mapping[str, Any]) -> str:
     """The dtype that the config names; float16 where it names none, as most checkpoints of that age are."""
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float16")
+    text = config.get("text_config") or {}  # of a model that reads images too
+    name = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float16")
     return name if name in DTYPE_BYTES else "float16"
 
 
@@ -395,7 +402,7 @@ def write_word_tokenizer(vocab_size: int, folder: Path) -> None:
 
 
 Roles = Mapping[str, str | tuple[str, ...]]
-DIVIDES_INPUTS = ("attention_out", "cross_out", "expert_down", "mlp_down")
+DIVIDES_INPUTS = ("attention_out", "cross_out", "delta_out", "expert_down", "mlp_down", "shared_down")
 
 
 @dataclass(frozen=True)
@@ -486,8 +493,28 @@ def _linears_of_stack(
 
 def _linears_of_layer(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
     """Role, outputs, inputs, copies, active ones."""
+    mixer = _linears_of_attention if layer.recurrence is None else _linears_of_recurrence
+    yield from mixer(spec, layer, roles)
+    yield from _linears_of_mlp(spec, layer, roles)
+
+
+def _linears_of_recurrence(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
+    kind = layer.recurrence
+    assert kind is not None
+    hidden, inner = spec.hidden_size, kind.num_heads * kind.value_dim
+    whole = {"delta_qkvz": kind.channels + inner}
+    for role, outputs in (whole if "delta_qkvz" in roles else {"delta_qkv": kind.channels, "delta_z": inner}).items():
+        yield role, outputs, hidden, 1, 1
+    yield "delta_out", hidden, inner, 1, 1
+
+
+def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
     hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = {"qkv": queries + 2 * keys} if "qkv" in roles else {"q": queries, "k": keys, "v": keys}
+    qkv = (
+        {"qkv": queries + 2 * keys}
+        if "qkv" in roles
+        else {"q": (1 + spec.attention_gate) * queries, "k": keys, "v": keys}
+    )
     for role, outputs in qkv.items():
         yield role, outputs, hidden, 1, 1
     yield "attention_out", hidden, queries, 1, 1
@@ -495,12 +522,19 @@ def _linears_of_layer(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterato
         for role in ("cross_q", "cross_k", "cross_v"):
             yield role, queries, hidden, 1, 1
         yield "cross_out", hidden, queries, 1, 1
-    mlp, width = layer.mlp, layer.mlp.width
+
+
+def _linears_of_mlp(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
+    hidden, mlp, width = spec.hidden_size, layer.mlp, layer.mlp.width
     if isinstance(mlp, Moe):
         ups = {"expert_gate_up": 2 * width} if "expert_gate_up" in roles else {"expert_gate": width, "expert_up": width}
         for role, outputs in ups.items():
             yield role, outputs, hidden, mlp.num_experts, mlp.top_k
         yield "expert_down", hidden, width, mlp.num_experts, mlp.top_k
+        if mlp.shared_width:
+            for role in ("shared_gate", "shared_up"):
+                yield role, mlp.shared_width, hidden, 1, 1
+            yield "shared_down", hidden, mlp.shared_width, 1, 1
         return
     if isinstance(mlp, Gated) and "mlp_gate_up" in roles:
         yield "mlp_gate_up", 2 * width, hidden, 1, 1

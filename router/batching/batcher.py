@@ -225,7 +225,8 @@ class Batcher:
         self._replies.forget()
         num_running = self._requeue_all(error)
         cache = await self._shards.renew(error)
-        self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks, await self._mover.open())
+        tiers = await self._mover.open()
+        self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks, tiers, cache.num_states)
         seconds = self._clock() - since
         self._metrics.recovered(seconds, self._scheduler.limits)
         self.outage = None

@@ -78,7 +78,7 @@ class Ledger:
     def __init__(self, max_tokens: int, max_places: int | None) -> None:
         self.waiting_tokens = 0
         self.max_tokens = max_tokens
-        self._max_places = max_places
+        self.max_places = max_places
         self._holdings: dict[str, Holding] = {}
 
     @property
@@ -152,7 +152,7 @@ class Ledger:
     def share(self, tokens: int, places: int) -> float:
         """The part of the batch that so many tokens and places are, by whichever is more."""
         part = tokens / self.max_tokens
-        return part if self._max_places is None else max(part, places / self._max_places)
+        return part if self.max_places is None else max(part, places / self.max_places)
 
     def held(self, owner: str) -> float:
         """The part of the batch that a key holds."""

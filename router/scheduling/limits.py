@@ -45,6 +45,8 @@ class Limits:
     pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
     num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False
+    checkpoint_tokens: int = 0  # between two places at which a sequence's states are kept; 0: they are not
+    checkpoint_blocks: int = 0  # that hold the states of one sequence
     kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -174,8 +176,14 @@ def resolve(
     num_blocks: int,
     shares_prefixes: bool,
     pads_chunks: bool,
+    num_states: int = 0,
+    checkpoint_blocks: int = 0,
 ) -> Limits:
-    """The final limits after the warmup. Raises ValueError when the longest request could never run."""
+    """The final limits after the warmup. Raises ValueError when the longest request could never run.
+
+    num_states: sequences whose recurrent layers have room for a state; 0: no layer has one. checkpoint_blocks: that
+    hold the states of one sequence; 0: they cannot be kept.
+    """
     lengths = derive_lengths(config, max_positions, has_encoder=has_encoder, room=room)
     prefill = prefill_tokens(config, room, has_encoder=has_encoder)
     useful = useful_tokens(config, lengths, block_size=block_size, has_encoder=has_encoder)
@@ -188,7 +196,7 @@ def resolve(
         num_blocks=num_blocks,
         max_concurrent_requests=config.max_concurrent_requests,
         max_queue_tokens=config.max_queue_tokens,
-        max_batch_size=config.max_batch_size,
+        max_batch_size=batch_size(config.max_batch_size, num_states),
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
         max_best_of=config.max_best_of,
@@ -199,11 +207,28 @@ def resolve(
         max_inter_token_ms=config.max_inter_token_ms,
         pads_chunks=pads_chunks,
         num_lanes=config.num_lanes,
-        prefix_caching=shares_prefixes and not config.disable_prefix_caching,
+        prefix_caching=shares_prefixes
+        and not config.disable_prefix_caching
+        and bool(checkpoint_blocks or not num_states),
+        checkpoint_tokens=blocks_for(config.state_checkpoint_tokens, block_size) * block_size if num_states else 0,
+        checkpoint_blocks=checkpoint_blocks,
         kv_admission=config.kv_admission,
         prefill_logprobs=config.enable_prefill_logprobs,
-        sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful),
+        sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful)
+        | _of_states(config, num_states),
     )
+
+
+def batch_size(wanted: int | None, num_states: int) -> int | None:
+    """Sequences at once: as many as are wanted (None: any number), or as there are states for (0: none has one)."""
+    return wanted if not num_states else min(wanted or num_states, num_states)
+
+
+def _of_states(config: RouterConfig, num_states: int) -> dict[str, str]:
+    """Where `max_batch_size` came from, if states bound it."""
+    if batch_size(config.max_batch_size, num_states) == config.max_batch_size:
+        return {}
+    return {"max_batch_size": "states of recurrent layers"}
 
 
 def _sources(config: RouterConfig, lengths: LengthLimits, prefill: int, *, is_full_size: bool) -> dict[str, str]:

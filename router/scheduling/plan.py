@@ -54,6 +54,8 @@ class StepPlan(NamedTuple, Generic[S]):
     extended: Mapping[int, list[int]] = NOTHING  # Last tokens and forced ones behind them: they join running sequences.
     constrained: Sequence[S] = ()  # Those that get a token of what their grammars allow.
     grown: Mapping[int, Sequence[int]] = NOTHING  # Running sequences that get more blocks, and these.
+    loaded: Mapping[int, Sequence[int]] = NOTHING  # Blocks of the states that those admitted go on from.
+    kept: Mapping[int, Sequence[int]] = NOTHING  # Blocks that states go to when the step is computed.
 
     def num_repeats(self, num_running: int) -> int:
         """How many steps after this one are the same if none comes or leaves before its end: all must decode."""
@@ -140,7 +142,7 @@ def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int
     chunks = {}
     for entry in entries:
         if budget and entry.num_prompt_left and entry.num_known < entry.granted:
-            chunks[entry.id] = min(budget, entry.num_prompt_left)
+            chunks[entry.id] = entry.prompt_chunk(budget)
             budget -= chunks[entry.id]
     return chunks
 

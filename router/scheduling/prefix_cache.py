@@ -6,6 +6,10 @@ were just allocated, in the step that admits the request, and is then found on t
 what the device forgets is saved before it is overwritten. Plain Python over block ids: tensors are the shards'.
 Admission (`queue.py`) counts before it asks, so running out here is a bug of ours and not something a user can cause.
 
+A recurrent layer's state is that after one token. Where a model has some, states are kept at places that all sequences
+have in common (`Checkpoints`), in blocks with keys of their own, and a request goes on from the last place at which all
+of that is there; so it is computed again from there on, by one distance between such places at most.
+
 A full block gets a key, a digest of all tokens from the start of the sequence to its end (`request.py`), and can be
 found by it once it is confirmed: computed by a step that did not fail. Several sequences can hold it, which only read
 it, and it stays findable when none does, until it is the least recently used one and its room is needed. Never shared:
@@ -15,13 +19,15 @@ a block that is not full, not yet computed, or of unknown content.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import takewhile
 from typing import NamedTuple
 
 from router.scheduling.plan import FilledBlock
 from router.scheduling.prefix_index import TierIndex
-from router.scheduling.prefix_moves import Restored, Saved
-from router.scheduling.request import Scheduled
+from router.scheduling.prefix_moves import KEY_BYTES, Restored, Saved
+from router.scheduling.request import Keeping, Scheduled
 
 SAVED_BESIDE = 8  # blocks that a step saves beside as many as it computes: a copy takes a hundredth of computing one
 SAVED_AT_ONCE = 16  # blocks that are waited for while there is other work: a copy of a few costs what one does
@@ -33,6 +39,8 @@ class Found(NamedTuple):
 
     blocks: list[int]  # the device holds these …
     keys: list[bytes]  # … and the host those behind them
+    state_blocks: Sequence[int] = ()  # of the states at the end of that, likewise
+    state_keys: Sequence[bytes] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -40,10 +48,30 @@ class Found(NamedTuple):
         return len(self.blocks) + len(self.keys)
 
 
-class PrefixCache:
-    """Blocks by what they hold. `pool` is the device's, `tiers` is what is behind it."""
+class Checkpoints(NamedTuple):
+    """Where states are kept."""
 
-    def __init__(self, num_blocks: int, tiers: TierIndex | None = None) -> None:
+    distance: int  # blocks of tokens from one place to the next
+    size: int  # blocks that the states of one sequence take
+
+    def keys(self, key: bytes) -> list[bytes]:
+        """Of the blocks that hold the states behind the block with this key."""
+        return [
+            blake2b(key + place.to_bytes(4, "little"), digest_size=KEY_BYTES, person=b"state").digest()
+            for place in range(self.size)
+        ]
+
+
+class PrefixCache:
+    """Blocks by what they hold. `pool` is the device's, `tiers` is what is behind it.
+
+    checkpoints: where states are kept; None: the model has none.
+    """
+
+    def __init__(self, num_blocks: int, tiers: TierIndex | None = None, checkpoints: Checkpoints | None = None) -> None:
+        self.checkpoints = checkpoints
+        self._loaded: dict[int, list[int]] = {}  # states that sequences go on from, held for the plan at hand
+        self._lent: list[int] = []  # blocks that states are kept in, likewise
         self.tiers = tiers or TierIndex()
         self.pool = BlockPool(num_blocks, self.tiers.forgotten)
         self._restores: list[Restored] = []
@@ -54,7 +82,19 @@ class PrefixCache:
             return Found([], [])
         keys = entry.keys.keys[:most]
         blocks = self.pool.find(keys)
-        return Found(blocks, self.tiers.find(keys[len(blocks) :]))
+        found = Found(blocks, self.tiers.find(keys[len(blocks) :]))
+        return found if self.checkpoints is None else self._with_states(found, keys, self.checkpoints)
+
+    def _with_states(self, found: Found, keys: Sequence[bytes], checkpoints: Checkpoints) -> Found:
+        """As much of it as there are states behind."""
+        for depth in _places(found.num_blocks, checkpoints.distance):
+            states = checkpoints.keys(keys[depth - 1])
+            on_device = self.pool.find(states)
+            on_host = self.tiers.find(states[len(on_device) :])
+            if len(on_device) + len(on_host) == len(states):
+                behind = found.keys[: max(0, depth - len(found.blocks))]
+                return Found(found.blocks[:depth], behind, on_device, on_host)
+        return Found([], [])
 
     def awaits_disk(self, entry: Scheduled, block_size: int) -> bool:
         """Whether it should wait for what is on its way from the disk, which this asks for."""
@@ -62,14 +102,75 @@ class PrefixCache:
             return False
         keys = entry.keys.keys[: (entry.num_prompt_left - len(entry.forced) - 1) // block_size]
         behind = keys[len(self.pool.find(keys)) :]
+        if self.checkpoints is not None:
+            behind = self._behind_device(keys, self.checkpoints)
         entry.disk_wait = self.tiers.coming(behind, entry.id, block_size, entry.disk_wait)
         return entry.disk_wait is not None and not entry.disk_wait.is_over
+
+    def _behind_device(self, keys: Sequence[bytes], checkpoints: Checkpoints) -> list[bytes]:
+        """What the device lacks of the longest beginning that all of is somewhere, states first."""
+        num_held = len(self.pool.find(keys))
+        reach = num_held + len(list(takewhile(self.tiers.holds, keys[num_held:])))
+        for depth in _places(reach, checkpoints.distance):
+            states = checkpoints.keys(keys[depth - 1])
+            missing = states[len(self.pool.find(states)) :]
+            if all(map(self.tiers.holds, missing)):
+                return missing + list(keys[num_held:depth])
+        return []
 
     def reserve(self, entry: Scheduled, found: Found, num_blocks: int) -> list[int]:
         """The blocks of a request that is admitted: those found, which are held already, and new ones to write to."""
         fresh = self.pool.allocate(num_blocks - len(found.blocks))
         self._restores += self.tiers.restore(found.keys, fresh[: len(found.keys)], entry.id)
+        if self.checkpoints is not None and found.num_blocks:
+            passing = self.pool.allocate(len(found.state_keys))
+            self._restores += self.tiers.restore(found.state_keys, passing, entry.id)
+            self._loaded[entry.id] = [*found.state_blocks, *passing]
         return found.blocks + fresh
+
+    def take_loads(self) -> Mapping[int, Sequence[int]]:
+        """The states that those just admitted go on from. They are read before what a later step writes there."""
+        loaded, self._loaded = self._loaded, {}
+        for blocks in (*loaded.values(), self._lent):
+            self.pool.free(blocks)
+        self._lent = []
+        return loaded
+
+    def keep_states(self, entry: Scheduled, depth: int) -> tuple[list[int], list[FilledBlock]]:
+        """Blocks for the states behind block `depth` of a sequence, which the step at hand computes; none: no room.
+
+        And what these hold, if it is known; else they are held until `name_states` or `drop_states`.
+        """
+        assert entry.keys is not None and self.checkpoints is not None
+        known = self.checkpoints.keys(entry.keys.keys[depth]) if depth < len(entry.keys.keys) else []
+        is_there = known and len(self.pool.find(known)) == len(known)
+        if is_there or self.pool.num_free < self.checkpoints.size:
+            return [], []
+        blocks = self.pool.allocate(self.checkpoints.size)
+        for key, block in zip(known, blocks, strict=False):
+            self.pool.announce(key, block)
+        if known:
+            self._lent += blocks
+        else:
+            self.drop_states(entry)
+            entry.keeping = Keeping(depth, blocks)
+        filled = [FilledBlock(entry, entry.id, *named, depth) for named in zip(known, blocks, strict=False)]
+        return blocks, filled
+
+    def name_states(self, entry: Scheduled, depth: int, key: bytes) -> None:
+        """A sequence's block `depth` has this key, and what is behind it is computed: so are the states there."""
+        if entry.keeping is None or entry.keeping.depth != depth or self.checkpoints is None:
+            return
+        for name, block in zip(self.checkpoints.keys(key), entry.keeping.blocks, strict=True):
+            self.pool.announce(name, block)
+            self.confirm(name, block, entry.id, depth)
+        self.drop_states(entry)
+
+    def drop_states(self, entry: Scheduled) -> None:
+        """Give back what is held for states of a sequence."""
+        if entry.keeping is not None:
+            self.pool.free(entry.keeping.blocks)
+            entry.keeping = None
 
     def take_restores(self, step: int) -> list[Restored]:
         """What the next step brings back for those that were just admitted."""
@@ -125,6 +226,11 @@ class PrefixCache:
             self.pool.retract(filling.key, filling.block)
         for restored in restores:
             self.pool.retract(restored.key, restored.block)
+
+
+def _places(num_blocks: int, distance: int) -> Iterable[int]:
+    """Where states may be kept within so many blocks, the last place first."""
+    return range(num_blocks - num_blocks % distance, 0, -distance)
 
 
 class BlockPool:

@@ -81,6 +81,10 @@ class TierIndex:
         """Whether nothing moves between host and disk, or waits to."""
         return not (self._unstored or self._storing or self._wanted or self._fetching)
 
+    def holds(self, key: bytes) -> bool:
+        """Whether the host or the disk has this block, or it is on its way between them."""
+        return key in self._host or key in self._disk or key in self._fetching
+
     # ------------------------------------------------------------------------------------- from device to host
 
     def computed(self, key: bytes, block: int, sequence: int, depth: int) -> None:

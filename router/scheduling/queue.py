@@ -48,6 +48,8 @@ class RequestSize:
     is_encoded: bool = False  # Whether an encoder reads the prompt.
     cached: int = 0  # Tokens at the beginning of the prompt whose keys and values are in the KV cache already.
     rebuilt: int = 0  # Tokens generated before the shards were lost, which are computed again behind the prompt.
+    most_at_once: int = 0  # Tokens of its first chunk at most, where states are kept; 0: any number.
+    passing: int = 0  # Blocks that it needs in its first step alone.
 
     @property
     def tokens(self) -> int:
@@ -104,11 +106,12 @@ def _fitting_chunks(waiting: Iterable[RequestSize], budget: Budget) -> Iterator[
     prefill, tokens, blocks = budget.prefill_tokens, budget.tokens, budget.blocks
     for num_before, size in enumerate(waiting):
         tokens -= size.tokens
-        blocks -= size.blocks(budget.block_size)
+        blocks -= size.blocks(budget.block_size) + size.passing
         if num_before == budget.places or tokens < 0 or blocks < 0 or prefill < size.least_prefill:
             return
-        yield min(size.prefill, prefill)
-        prefill -= size.prefill
+        wanted = min(size.prefill, size.most_at_once or size.prefill)
+        yield min(wanted, prefill)
+        prefill -= wanted
         if prefill < 0:  # this one starts with a chunk: the step is full
             return
 

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import NamedTuple
 
 from router.errors import RouterError
 from router.scheduling.fairness import MIN_ADVANCE
@@ -205,6 +206,13 @@ class MergedEvents(asyncio.Queue[Event]):
         self._merged.put_nowait((self._number, item))
 
 
+class Keeping(NamedTuple):
+    """States on their way to blocks, which are held until it is known which tokens they stand behind."""
+
+    depth: int  # of the block that ends there, among the sequence's blocks
+    blocks: list[int]
+
+
 @dataclass(slots=True, eq=False)
 class Scheduled:
     """A request as the scheduler sees it: waiting or running, and how far it has come."""
@@ -236,17 +244,20 @@ class Scheduled:
     granted: int = 0  # Generated tokens that these have room for.
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
     disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.
+    border: int = 0  # Tokens between two places at which its states are kept for others to go on from; 0: they are not.
+    keeping: Keeping | None = None  # States that a step keeps, of which it is not known yet what they are of.
     num_rebuilt: int = 0  # Generated tokens that it began with, behind the prompt.
     num_known: int = 0  # Tokens behind the prompt that the shards are told: `num_rebuilt`, or forced by its grammar.
     num_prompt_scheduled: int = 0  # Known tokens found in the prefix cache, or computed by the steps sent so far.
     num_scheduled: int = 0  # Generated tokens: those that it began with, and those that the steps sent so far yield.
     unsent: list[int] = field(default_factory=list)  # Its last token and forced ones, which the shards do not know yet.
 
-    def begin_sequence(self, block_size: int | None) -> None:
+    def begin_sequence(self, block_size: int | None, border: int = 0) -> None:
         """Start over with what is known: its prompt, what it has got, and what its grammar forces behind that.
 
-        block_size: None where it shares no blocks.
+        block_size: None where it shares no blocks. border: see the field.
         """
+        self.border = border if block_size is not None else 0
         self.num_rebuilt = self.num_scheduled = self.num_written
         self.num_known = self.num_rebuilt + len(self.forced)
         self.num_prompt_scheduled = 0
@@ -262,6 +273,16 @@ class Scheduled:
     def num_prompt_left(self) -> int:
         """Tokens of the prompt, and of what is known behind it, that no step sent so far computes."""
         return len(self.request.token_ids) + self.num_known - self.num_prompt_scheduled
+
+    def prompt_chunk(self, most: int) -> int:
+        """Tokens of its prompt for the next step, at most so many: none go over a place at which states are kept."""
+        most = min(most, self.num_prompt_left)
+        return min(most, self.steps_to_border) if self.border else most
+
+    @property
+    def steps_to_border(self) -> int:
+        """Tokens to the next place at which states are kept, from those that are computed. There is a border."""
+        return self.border - self.num_computed % self.border
 
     @property
     def forced(self) -> tuple[int, ...]:

@@ -25,9 +25,9 @@ from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
 from router.scheduling.forecast import Forecast
 from router.scheduling.grammar import Continuation
-from router.scheduling.limits import Limits
+from router.scheduling.limits import Limits, batch_size
 from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
-from router.scheduling.prefix_cache import Found, PrefixCache
+from router.scheduling.prefix_cache import Checkpoints, Found, PrefixCache
 from router.scheduling.prefix_index import TierIndex
 from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch, take_from
 
@@ -43,7 +43,7 @@ class Scheduler(Generic[S]):
         self.reserved_tokens = 0
         self.ledger = Ledger(limits.max_batch_total_tokens, limits.max_batch_size)
         self._chunk = chunk_size(limits)
-        self._cache = PrefixCache(limits.num_blocks, tiers)
+        self._cache = self._new_cache(tiers)
         self._num_plans = 0
         self._ids = itertools.count(1)
         self._lanes: Lanes[S] = Lanes(limits.num_lanes)
@@ -54,6 +54,12 @@ class Scheduler(Generic[S]):
         most_tokens = limits.max_batch_total_tokens
         forecast = Forecast[S](limits.block_size, limits.num_lanes, most_tokens) if is_on_demand else None
         self.forecast: Forecast[S] | None = forecast
+
+    def _new_cache(self, tiers: TierIndex | None = None) -> PrefixCache:
+        limits = self.limits
+        distance = limits.checkpoint_tokens // limits.block_size if limits.prefix_caching else 0
+        checkpoints = Checkpoints(distance, limits.checkpoint_blocks) if distance else None
+        return PrefixCache(limits.num_blocks, tiers, checkpoints)
 
     @property
     def num_free_blocks(self) -> int:
@@ -101,7 +107,7 @@ class Scheduler(Generic[S]):
         request = entry.request
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
         shares = self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids
-        entry.begin_sequence(self.limits.block_size if shares else None)
+        entry.begin_sequence(self.limits.block_size if shares else None, self.limits.checkpoint_tokens)
         entry.expected = request.max_new_tokens
         if self.forecast is not None:
             self.forecast.expect(entry)
@@ -163,6 +169,7 @@ class Scheduler(Generic[S]):
         concerned = {entry.id: entry for entry in decoding}
         concerned |= {id: self.running[id] for id in (*chunks, *grown)}
         filled = self._schedule(decoding, chunks)
+        kept = self._keep_states(decoding, chunks, filled) if self._cache.checkpoints is not None else {}
         plan = StepPlan(
             number=number,
             lane=lane.number,
@@ -181,11 +188,30 @@ class Scheduler(Generic[S]):
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
             grown=grown,
+            loaded=self._cache.take_loads() if self._cache.checkpoints is not None else {},
+            kept=kept,
         )
         lane.planned(plan)
+        if self._cache.checkpoints is not None:  # a step that keeps states is no repetition
+            borders = [entry.steps_to_border - 1 for entry in decoding if entry.border]
+            lane.num_repeats = min([lane.num_repeats, *borders])
         if self.forecast is not None:
             self.forecast.planned(plan)
         return plan
+
+    def _keep_states(
+        self, decoding: Iterable[S], chunks: Iterable[int], filled: list[FilledBlock]
+    ) -> dict[int, Sequence[int]]:
+        """Blocks for the states of those whose tokens end, with this step, where states are kept; `filled` grows."""
+        kept: dict[int, Sequence[int]] = {}
+        for entry in itertools.chain(decoding, (self.running[id] for id in chunks)):
+            if entry.border and entry.steps_to_border == entry.border:
+                depth = entry.num_computed // self.limits.block_size - 1
+                blocks, known = self._cache.keep_states(entry, depth)
+                filled += known
+                if blocks:
+                    kept[entry.id] = blocks
+        return kept
 
     def _held(self, lane: Lane[S], computed: Collection[int]) -> list[int]:
         """The sequences of a lane that could decode, but for a grammar that has not answered or a block that lacks."""
@@ -261,19 +287,29 @@ class Scheduler(Generic[S]):
             if entry.id in self.running:
                 self._release(entry)
             entry.id = self.new_id()
-        self._cache = PrefixCache(self.limits.num_blocks)
+        self._cache = self._new_cache()
         self._num_plans = 0
         self._lanes.restart()
         return lost
 
-    def resize(self, max_batch_total_tokens: int, num_blocks: int, tiers: TierIndex | None = None) -> None:
-        """The KV cache of the shards that take over has this size, and these are behind it. Nothing runs."""
+    def resize(
+        self, max_batch_total_tokens: int, num_blocks: int, tiers: TierIndex | None = None, num_states: int = 0
+    ) -> None:
+        """The KV cache of the shards that take over has this size, and these are behind it. Nothing runs.
+
+        num_states: sequences whose recurrent layers have room for a state; 0: no layer has one.
+        """
         assert not self.running
-        self.limits = replace(self.limits, max_batch_total_tokens=max_batch_total_tokens, num_blocks=num_blocks)
-        self.ledger.max_tokens = max_batch_total_tokens
+        self.limits = replace(
+            self.limits,
+            max_batch_total_tokens=max_batch_total_tokens,
+            num_blocks=num_blocks,
+            max_batch_size=batch_size(self.limits.max_batch_size, num_states),
+        )
+        self.ledger.max_tokens, self.ledger.max_places = max_batch_total_tokens, self.limits.max_batch_size
         if self.forecast is not None:
             self.forecast.most_tokens = max_batch_total_tokens
-        self._cache = PrefixCache(num_blocks, tiers)
+        self._cache = self._new_cache(tiers)
 
     @property
     def awaits_disk(self) -> bool:
@@ -295,6 +331,7 @@ class Scheduler(Generic[S]):
         if len(keys) > num_full:
             self._cache.pool.announce(keys[num_full], entry.blocks[num_full])
             self._cache.confirm(keys[num_full], entry.blocks[num_full], entry.id, num_full)
+            self._cache.name_states(entry, num_full, keys[num_full])
 
     def finished(self, entry: S, *, is_cut: bool) -> None:
         """Its answer is complete. is_cut: only because its client wanted no more."""
@@ -531,7 +568,7 @@ class Scheduler(Generic[S]):
         take_from(self.waiting, admitted)
         # All found blocks are held before any is allocated: else one that a later request shares could be given away.
         for one in found[: len(admitted)]:
-            self._cache.pool.hold(one.blocks)
+            self._cache.pool.hold([*one.blocks, *one.state_blocks])
         for entry, one in zip(admitted, found, strict=False):
             self._reserve(lane, entry, one)
         return list(zip(admitted, chunks, strict=True))
@@ -551,7 +588,17 @@ class Scheduler(Generic[S]):
             seen.append(entry)
             most = (entry.num_prompt_left - len(entry.forced) - 1) // block_size
             found.append(self._cache.find(entry, most))
-            yield entry.request.size(found[-1].num_blocks * block_size, entry.num_known, self._first_grant(entry))
+            size = self._size_of(entry, found[-1])
+            if size.passing and size.blocks(block_size) + size.passing > self._cache.pool.num_free:
+                found[-1] = Found([], [])  # else it might never fit
+                size = self._size_of(entry, found[-1])
+            yield size
+
+    def _size_of(self, entry: S, found: Found) -> RequestSize:
+        """What a request needs that has so much computed already."""
+        cached, passing = found.num_blocks * self.limits.block_size, len(found.state_blocks) + len(found.state_keys)
+        size = entry.request.size(cached, entry.num_known, self._first_grant(entry))
+        return replace(size, most_at_once=entry.border, passing=passing) if entry.border else size
 
     def _reserve(self, lane: Lane[S], entry: S, found: Found) -> None:
         entry.granted = self._first_grant(entry)
@@ -580,6 +627,7 @@ class Scheduler(Generic[S]):
         if self.forecast is not None:
             self.forecast.released(entry)
         self._cache.pool.free(entry.blocks)
+        self._cache.drop_states(entry)
         entry.blocks = []
 
     def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[FilledBlock]:

@@ -116,6 +116,9 @@ class KvCache:
     max_total_tokens: int = UINT32_MAX  # longest sequence that there is room for
     step_seconds: float = 0.0  # what any step with a prompt takes; 0 if that is not known
     token_seconds: float = 0.0  # and what each of its tokens adds
+    num_states: int = 0  # sequences whose recurrent layers have room for a state; 0: no layer has one
+    state_bytes: int = 0  # of these states
+    checkpoint_blocks: int = 0  # that hold the states of one sequence; 0: they cannot be kept
 
     def room(self, useful_tokens: int) -> Room:
         """What limits are derived from. useful_tokens: that the largest load could fill."""
@@ -248,6 +251,9 @@ class ShardedClient:
             max_total_tokens=min(reply.max_total_tokens for reply in replies),
             step_seconds=max(reply.step_seconds for reply in replies),
             token_seconds=max(reply.token_seconds for reply in replies),
+            num_states=min(reply.num_states for reply in replies),
+            state_bytes=max(reply.state_bytes for reply in replies),
+            checkpoint_blocks=_checkpoint_blocks(replies),
         )
 
     async def open_tiers(self, session: int) -> TierContents:
@@ -332,6 +338,12 @@ class ShardedClient:
 
     async def _all(self, method: str, request: Any, timeout: float | None = None) -> list[Any]:
         return list(await asyncio.gather(*(rank.call(method, request, timeout) for rank in self._ranks)))
+
+
+def _checkpoint_blocks(replies: Sequence[Any]) -> int:
+    """Blocks that hold the states of one sequence on every rank that has any; 0: somewhere they cannot be kept."""
+    counts = [reply.checkpoint_blocks for reply in replies if reply.state_bytes]
+    return max(counts) if counts and all(counts) else 0
 
 
 class ShardClient:

@@ -69,6 +69,8 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         num_blocks=cache.num_blocks,
         shares_prefixes=model.shares_prefixes,
         pads_chunks=cache.pads_chunks,
+        num_states=cache.num_states,
+        checkpoint_blocks=cache.checkpoint_blocks,
     )
     return Started(model, cache, limits)
 
@@ -88,6 +90,11 @@ def table(config: RouterConfig, started: Started, address: str, more_facts: Iter
         ("backend", model.backend, model.backend_reason),
         ("KV cache", f"{cache.max_batch_total_tokens} tokens", f"{_size(cache.kv_bytes)} per shard"),
         ("KV cache dtype", model.kv_cache_dtype, f"{model.kv_bytes_per_token} bytes for each token and shard"),
+        *(
+            [("states", f"{cache.num_states} sequences", f"{_size(cache.state_bytes)} per shard")]
+            if cache.num_states
+            else []
+        ),
         ("KV blocks", str(cache.num_blocks), cache.offloaded or f"{cache.block_size} tokens each"),
         ("decode graphs", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
         *([("products", f"{len(cache.products)} measured", "all are in /info")] if cache.products else []),
@@ -128,9 +135,18 @@ def _largest_step(cache: KvCache) -> str:
 
 
 def _why_no_prefixes(config: RouterConfig, started: Started) -> str:
-    if started.limits.prefix_caching:
+    limits = started.limits
+    if limits.prefix_caching and limits.checkpoint_tokens:
+        return f"states kept every {limits.checkpoint_tokens} tokens, in {limits.checkpoint_blocks} blocks each"
+    if limits.prefix_caching:
         return ""
-    return "disable_prefix_caching" if config.disable_prefix_caching else "not possible with this model"
+    if config.disable_prefix_caching:
+        return "disable_prefix_caching"
+    return (
+        "not every shard has KV blocks that could keep states"
+        if started.cache.num_states
+        else "not possible with this model"
+    )
 
 
 def _left_open(limits: Limits) -> set[str]:

@@ -131,6 +131,12 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
         request.grown_ids.append(id)
         request.grown_counts.append(len(blocks))
         request.grown_blocks.extend(blocks)
+    for id, blocks in plan.loaded.items():
+        request.loaded_ids.append(id)
+        request.loaded_blocks.extend(blocks)
+    for id, blocks in plan.kept.items():
+        request.kept_ids.append(id)
+        request.kept_blocks.extend(blocks)
     for saved in plan.saves:
         request.saved_blocks.append(saved.block)
         request.saved_slots.append(saved.slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from server.arch.spec import ArchSpec, Gated, LayerSpec, Mlp, Moe
+from server.arch.spec import ArchSpec, Gated, GatedDelta, LayerSpec, Mlp, Moe
 
 # What a step holds at once for each token, as far as that can be said before the profile run: copies of the residual
 # stream, and of what a layer's widest products give.
@@ -18,11 +18,13 @@ STREAM_COPIES, STEP_COPIES = 6, 3
 LOGIT_ROWS, LOGIT_BYTES = 128, 12
 # Prompt tokens of a step that a CPU has room for in any case: with fewer, one is mostly the reading of weights.
 LEAST_PREFILL_TOKENS = 256
+STATE_ITEMSIZE = 4  # bytes of a number of a recurrent layer's state
 
 
 def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
     """Memory of one rank's largest step, which has so many prompt tokens. itemsize: of a number."""
-    widest = max(_products(layer.mlp) for layer in spec.layers) + 3 * spec.num_heads * spec.head_dim
+    recurrent = max((kind.channels + kind.num_heads * kind.value_dim for kind in spec.recurrences), default=0)
+    widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * spec.head_dim, recurrent)
     activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
     return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
 
@@ -49,26 +51,42 @@ def expert_sizes(spec: ArchSpec) -> dict[float, int]:
 
 
 def window_shares(spec: ArchSpec) -> dict[int, float]:
-    """Which share of the layers has which window: tokens that a query sees, itself included; 0: all."""
-    return {window: count / spec.num_layers for window, count in Counter(layer.window for layer in spec.layers).items()}
+    """Which share of the layers that attend has which window: tokens that a query sees, itself included; 0: all."""
+    windows = [layer.window for layer in spec.layers if layer.recurrence is None]
+    return {window: count / len(windows) for window, count in Counter(windows).items()}
+
+
+def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:
+    """What a sequence's states take on one of so many ranks, of all recurrent layers."""
+    return sum(STATE_ITEMSIZE * kind.part(world_size).state_size for kind in spec.recurrences)
 
 
 def _sizes(spec: ArchSpec) -> Iterator[int]:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = spec.hidden_size * 2 * (queries + keys)
+    attention = spec.hidden_size * (2 * (queries + keys) + queries * spec.attention_gate)
     cross = attention if spec.encoder is not None else 0
-    return (attention + cross + _mlp(layer, spec.hidden_size) for layer in spec.layers)
+    return (
+        (attention if layer.recurrence is None else _recurrence(layer.recurrence, spec.hidden_size))
+        + cross
+        + _mlp(layer, spec.hidden_size)
+        for layer in spec.layers
+    )
+
+
+def _recurrence(kind: GatedDelta, hidden: int) -> int:
+    values = kind.num_heads * kind.value_dim
+    return hidden * (kind.channels + 2 * values + 2 * kind.num_heads) + kind.channels * kind.conv
 
 
 def _mlp(layer: LayerSpec, hidden: int) -> int:
     mlp = layer.mlp
     if isinstance(mlp, Moe):
-        return mlp.num_experts * (3 * mlp.width + 1) * hidden
+        return (mlp.num_experts * (3 * mlp.width + 1) + 3 * mlp.shared_width + mlp.shared_gate) * hidden
     return hidden * mlp.width * (3 if isinstance(mlp, Gated) else 2)
 
 
 def _products(mlp: Mlp) -> int:
     """Columns of what an mlp's first matrices give for a token."""
     if isinstance(mlp, Moe):
-        return 2 * mlp.top_k * mlp.width
+        return 2 * (mlp.top_k * mlp.width + mlp.shared_width)
     return mlp.width * (2 if isinstance(mlp, Gated) else 1)

@@ -9,6 +9,9 @@ Roles, each with `.weight` and where the model has one `.bias`:
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
     activation                                              of its mlp, by whose `.scales` AutoAWQ divides, if there are
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number; or `stacks`
+    shared_gate, shared_up, shared_down, shared_weight      the mlp beside it, and what weighs it
+    delta_qkvz and delta_ba, by key heads; or delta_qkv, delta_z, delta_b, delta_a
+    delta (.A_log, .dt_bias), delta_conv, delta_norm, delta_out     its gated delta rule, in attention's place
     final_norm, project_out, head                           after the layers
     relative_bias                                           bucketed bias on scores, [buckets, heads]
     cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output

@@ -184,9 +184,46 @@ class Moe:
     renormalise: bool  # whether the chosen experts' weights sum to 1
     bias: bool = False  # whether each matrix of an expert has one
     router_bias: bool = False
+    shared_width: int = 0  # of a gated mlp beside them that every token takes; 0: there is none
+    shared_gate: bool = False  # whether what that gives is multiplied by the sigmoid of one number for each token
 
 
 Mlp = Dense | Gated | Moe
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A recurrent layer in attention's place: the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
+
+    Each head has a memory of key_dim x value_dim numbers in float32. A token fades it, corrects what it holds under the
+    token's key, and reads it by the query. Before that, queries, keys and values pass a causal convolution over few
+    tokens; behind it, what was read is normalised and gated.
+    """
+
+    num_heads: int  # of values, each with a memory
+    num_key_heads: int  # of queries and keys, each shared by as many neighbouring heads
+    key_dim: int
+    value_dim: int
+    conv: int  # tokens that the convolution sees, itself included
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that pass the convolution: [queries | keys | values]."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def memory_size(self) -> int:
+        """Numbers of all heads' memories: [heads, key_dim, value_dim]."""
+        return self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that a sequence's state has, however long it is: its memories, then the tokens of the convolution."""
+        return self.memory_size + (self.conv - 1) * self.channels
+
+    def part(self, world_size: int) -> GatedDelta:
+        """What one of so many ranks has of it."""
+        return replace(self, num_heads=self.num_heads // world_size, num_key_heads=self.num_key_heads // world_size)
 
 
 @dataclass(frozen=True)
@@ -197,6 +234,7 @@ class LayerSpec:
     position: Position
     window: int = 0  # tokens that a query sees, itself included; 0: all
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
+    recurrence: GatedDelta | None = None  # what stands in attention's place; None: it attends
 
 
 @dataclass(frozen=True)
@@ -222,6 +260,9 @@ class ArchSpec:
     embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
     final_norm: bool = True
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
+    attention_gate: bool = (
+        False  # what attention gives is multiplied by the sigmoid of a gate, which q's matrix has too
+    )
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
     score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
@@ -235,6 +276,11 @@ class ArchSpec:
     def num_layers(self) -> int:
         """Layers of this stack."""
         return len(self.layers)
+
+    @property
+    def recurrences(self) -> list[GatedDelta]:
+        """Those of the layers that have a state in place of a KV cache."""
+        return [layer.recurrence for layer in self.layers if layer.recurrence is not None]
 
     @property
     def attention_scale(self) -> float:
@@ -285,7 +331,10 @@ def validate(spec: ArchSpec, world_size: int) -> None:
 
 
 def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
-    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {layer.mlp.width for layer in spec.layers}}
+    widths = {layer.mlp.width for layer in spec.layers}
+    widths |= {layer.mlp.shared_width for layer in spec.layers if isinstance(layer.mlp, Moe)}
+    sizes = {"attention heads": {spec.num_heads}, "mlp columns": widths}
+    sizes["key heads of recurrent layers"] = {kind.num_key_heads for kind in spec.recurrences}
     problems = [
         f"the model has {size} {what}, which --num-shard {world_size} does not divide"
         for what, values in sizes.items()

@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.spec import Activation, ArchSpec
+from server.arch.spec import Activation, ArchSpec, GatedDelta
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
 from server.quantisation.kv import AS_COMPUTED, KvFormat
@@ -70,6 +70,7 @@ class StepMeta:
     prompt_lengths: Tensor  # [T] tokens of the prompt of each token's sequence
     owners: Tensor | None  # [T] sequence of each token; None where all decode: token s is that of sequence s
     block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
+    rows: Tensor | None = None  # [S] where recurrent layers keep each sequence's state; 0: nobody's
 
     @cached_property
     def slots(self) -> Tensor:
@@ -195,6 +196,30 @@ class Routing(Protocol):
 
     def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> Routes:
         """The routes of tokens x [T, D]."""
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What one rank's gated delta rule has beside matrices, C being the channels of its heads, N its heads."""
+
+    kind: GatedDelta  # this rank's part
+    conv: Tensor  # [C, tokens] float32, the latest token last
+    decay: Tensor  # [N] float32: how fast each memory fades
+    step_bias: Tensor  # [N] float32, added to what a token says of that
+    norm: Tensor  # [value_dim] float32
+    eps: float
+
+
+class DeltaRule(Protocol):
+    """One rank's gated delta rule. Its sums are the same however a sequence is divided into steps."""
+
+    def __call__(self, qkvz: Tensor, ba: Tensor, state: Tensor, meta: StepMeta) -> Tensor:
+        """What the step's tokens read, gated: [T, N * value_dim] in the dtype of qkvz.
+
+        qkvz: [T, C + N * value_dim], channels before the convolution, then gates; ba: [T, 2 N], how much each memory is
+        corrected, then how much it fades, before their functions; state: [rows, state_size] float32, of which
+        `meta.rows` are read and written. A sequence at position 0 starts from zeros, whatever its row holds.
+        """
 
 
 class Norm(ABC):
@@ -350,6 +375,9 @@ class Backend(Protocol):
 
         quantised: the name of the format that its linear layers are quantised in; None: they are dense.
         """
+
+    def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
+        """The gated delta rule of a recurrent layer."""
 
     def measured_products(self) -> Sequence[str]:
         """Which way each product is computed that was measured, for people; none where none was."""

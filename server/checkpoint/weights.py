@@ -343,6 +343,11 @@ class Weights:
         (short,) = self._short_names(role)
         return self._own([self._read(self.prefix + short, (size,), 0, part)], dim=0)
 
+    def filters(self, role: str, size: tuple[int, int], ranges: Ranges) -> Tensor:
+        """Half-open `ranges` of the channels of a convolution of size (channels, tokens), each channel by itself."""
+        name = f"{self._name(role)}.weight"
+        return self._own([self._read(name, (size[0], 1, size[1]), 0, part) for part in ranges], dim=0).squeeze(1)
+
     def bias(self, role: str, size: int, *, ranges: Ranges | None = None) -> Tensor:
         """The bias of `role`, or ranges of it."""
         return self.vector(role, size, suffix="bias", ranges=ranges)
@@ -590,14 +595,15 @@ def head_ranges(layout: QkvLayout, num_heads: int, num_kv_heads: int, head_dim: 
     else:
         starts = [n // group * (group + 2) + n % group for n in q]
         starts += [j * (group + 2) + group for j in kv] + [j * (group + 2) + group + 1 for j in kv]
-    return _merged([(start * head_dim, (start + 1) * head_dim) for start in starts])
+    return merged([(start * head_dim, (start + 1) * head_dim) for start in starts])
 
 
-def _merged(ranges: Ranges) -> Ranges:
-    merged = [ranges[0]]
+def merged(ranges: Ranges) -> Ranges:
+    """The same ranges, with those as one that follow each other."""
+    found = [ranges[0]]
     for start, stop in ranges[1:]:
-        if start == merged[-1][1]:
-            merged[-1] = (merged[-1][0], stop)
+        if start == found[-1][1]:
+            found[-1] = (found[-1][0], stop)
         else:
-            merged.append((start, stop))
-    return merged
+            found.append((start, stop))
+    return found

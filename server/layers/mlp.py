@@ -59,12 +59,15 @@ class MoeMlp:
     router_bias: Tensor | None = None  # [E]
     up_bias: Tensor | None = None  # [E, 2 F], as the weights are
     down_bias: Tensor | None = None  # [E, D], on one rank alone: it is added once to the sum over the ranks
+    shared: DenseMlp | None = None  # that every token takes beside its experts
+    shared_weight: LinearFormat | None = None  # [1, D], whose sigmoid multiplies what that gives; None: as it is
     bias: None = None
 
     @property
     def matrices(self) -> list[Matrix]:
         """Its weights."""
-        return [self.router, self.up, self.down]
+        weight = [] if self.shared_weight is None else [self.shared_weight]
+        return [self.router, self.up, self.down, *(self.shared.matrices if self.shared else []), *weight]
 
     def branch(self, x: Tensor) -> Branch:
         """What it adds for input x [T, D]."""
@@ -75,7 +78,15 @@ class MoeMlp:
         routes = self.routing(self.router, x, self.router_bias)
         y = self.up(routes.spread(x), routes.ends, self.activation, self.up_bias)
         total = routes.combine(self.down(y, routes.ends, None, self.down_bias))
+        if self.shared is not None:
+            total = total + self._of_all_tokens(x, self.shared)
         return total if base is None else base + total
+
+    def _of_all_tokens(self, x: Tensor, shared: DenseMlp) -> Tensor:
+        """This rank's part of what the mlp beside the experts adds."""
+        branch = shared.branch(x)
+        part = branch.onto(None, with_bias=False)
+        return part if self.shared_weight is None else part * self.shared_weight(x, None).sigmoid()
 
 
 def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backend: Backend) -> DenseMlp | MoeMlp:
@@ -121,4 +132,15 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
         router_bias=weights.bias("router", count) if kind.router_bias else None,
         up_bias=experts.gate_up_bias() if kind.bias else None,
         down_bias=down_bias if weights.shard.rank == 0 else None,
+        shared=_load_shared(weights, spec, kind, backend) if kind.shared_width else None,
+        shared_weight=(
+            backend.linear(weights.rows("shared_weight", (1, spec.hidden_size))) if kind.shared_gate else None
+        ),
     )
+
+
+def _load_shared(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> DenseMlp:
+    size, part = (kind.shared_width, spec.hidden_size), [weights.shard.range(kind.shared_width)]
+    halves = [weights.linear(role, size, rows=part) for role in ("shared_gate", "shared_up")]
+    up = ColumnLinear(stacked(halves, backend.linear, is_gated=True), None)
+    return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)

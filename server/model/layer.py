@@ -1,4 +1,4 @@
-"""One layer of a model: attention, the mlp, and how they are wired with norms and residual additions.
+"""One layer of a model: attention or what stands in its place, the mlp, norms and residual additions, and their wiring.
 
 Which norms there are and how all is wired is the spec's `residual`: a function of `WIRINGS` for each kind. What a layer
 adds last may wait for the next layer's first norm, so that one kernel does both (`Stream`).
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -30,11 +31,27 @@ class LayerStep:
     cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
 
 
+class Mixer(Protocol):
+    """What tells a token of those before it: attention, or a recurrence (`recurrent.py`)."""
+
+    @property
+    def out(self) -> RowLinear:
+        """The projection that ends it."""
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """Its weights but for norms and biases."""
+
+    def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
+        """x [T, D] → what `out` is for; kv: what the layer keeps of all sequences, which is read and written."""
+
+
 @dataclass(frozen=True)
 class AttentionBlock:
     """Projections around attention."""
 
     qkv: ColumnLinear  # rows [q | k | v] of this rank's heads
+    gate: ColumnLinear | None  # rows of this rank's heads; the sigmoid of what it gives multiplies what is attended
     out: RowLinear
     q_norm: Norm | None
     k_norm: Norm | None
@@ -44,7 +61,7 @@ class AttentionBlock:
 
     @property
     def matrices(self) -> list[Matrix]:
-        return [self.qkv.weight, self.out.weight]
+        return [self.qkv.weight, *([self.gate.weight] if self.gate else []), self.out.weight]
 
     def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
         """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, W]."""
@@ -53,7 +70,8 @@ class AttentionBlock:
             heads = self.q_norm.normalise_heads(self.k_norm, heads, kv_heads=kv.shape[2])
         position = self.layer.position
         rotation = step.rotations[position] if isinstance(position, Rope) else None
-        return self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
+        attended = self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
+        return attended if self.gate is None else attended * self.gate(x).sigmoid()
 
     def _heads(self, x: Tensor) -> Tensor:
         """x [T, D] → its queries, keys and values [T, N + 2K, H]."""
@@ -110,7 +128,7 @@ class Stream:
 class Layer:
     """One layer of a decoder or an encoder."""
 
-    attention: AttentionBlock
+    attention: Mixer
     cross: CrossBlock | None  # of an encoder-decoder's decoder
     mlp: DenseMlp | MoeMlp
     norms: Mapping[str, Norm]

@@ -15,12 +15,14 @@ from torch import Tensor
 from server.arch.spec import ArchSpec, LayerNormSpec, LayerSpec, Learned, Rope
 from server.arch.stages import Stage
 from server.backends.protocol import Attention, Backend, Norm, Scores
-from server.checkpoint.weights import Weights, head_ranges
+from server.checkpoint.formats.protocol import Ranges
+from server.checkpoint.weights import Weights, head_ranges, merged
 from server.layers.embedding import Embedding, load_embedding, load_head
 from server.layers.linear import ColumnLinear, load_column, load_row, stacked
 from server.layers.mlp import load_mlp
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
-from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer
+from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer, Mixer
+from server.model.recurrent import load_delta
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
 from server.quantisation.kv import AS_COMPUTED, Float8, KvFormat
@@ -122,8 +124,13 @@ class StackLoader:
             project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim and ends else None,
         )
 
-    def _attention_of(self, layer: int) -> Attention:
-        """All layers share theirs, but for those that have sinks, or scales of keys and values in the checkpoint."""
+    def _attention_of(self, layer: int) -> Attention | None:
+        """All layers share theirs, but for those that have sinks, or scales of keys and values in the checkpoint.
+
+        None: the layer does not attend.
+        """
+        if self.spec.layers[layer].recurrence is not None:
+            return None
         weights, scores, cache = self.weights.of_layer(layer), self._scores, self.cache
         if isinstance(cache, Float8) and (scales := weights.kv_scales()) is not None:
             cache = replace(cache, scales=scales)
@@ -169,10 +176,10 @@ class StackLoader:
         rows = position.offset + position.size
         return self.weights.table("positions", (rows, self.spec.hidden_size), (position.offset, rows))
 
-    def _layer(self, layer: LayerSpec, attention: Attention) -> Layer:
+    def _layer(self, layer: LayerSpec, attention: Attention | None) -> Layer:
         wiring, norms = WIRINGS[self.spec.residual]
         return Layer(
-            attention=self._attention(layer, attention),
+            attention=self._mixer(layer, attention),
             cross=self._cross() if self.spec.encoder else None,
             mlp=load_mlp(self.weights, self.spec, layer.mlp, self.backend),
             norms={role: self._norm(role, self.spec.hidden_size) for role in norms},
@@ -180,11 +187,18 @@ class StackLoader:
             wiring=wiring,
         )
 
+    def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer:
+        if layer.recurrence is not None:
+            return load_delta(self.weights, self.spec, layer.recurrence, self.backend)
+        assert attention is not None
+        return self._attention(layer, attention)
+
     def _attention(self, layer: LayerSpec, attention: Attention) -> AttentionBlock:
         spec = self.spec
         size = (spec.hidden_size, spec.num_heads * spec.head_dim)
         return AttentionBlock(
             qkv=self._qkv(),
+            gate=self._gate() if spec.attention_gate else None,
             out=load_row(self.weights, "attention_out", size, self.backend.linear, bias=spec.attention_out_bias),
             q_norm=self._norm("q_norm", spec.head_dim) if spec.qk_norm else None,
             k_norm=self._norm("k_norm", spec.head_dim) if spec.qk_norm else None,
@@ -206,6 +220,18 @@ class StackLoader:
             spec=spec,
         )
 
+    def _gate(self) -> ColumnLinear:
+        """The gates of this rank's heads, which stand behind the queries of each."""
+        gates = self._in_q(range(*self.weights.shard.range(self.spec.num_heads)), place=1)
+        size = (2 * self.spec.num_heads * self.spec.head_dim, self.spec.hidden_size)
+        return load_column(self.weights, "q", size, self.backend.linear, bias=self.spec.qkv_bias, ranges=gates)
+
+    def _in_q(self, heads: range, place: int = 0) -> Ranges:
+        """Where rows of these heads are in q's matrix: queries (`place` 0), or gates (1) where it has them too."""
+        dim = self.spec.head_dim
+        step = 2 if self.spec.attention_gate else 1
+        return merged([((head * step + place) * dim, (head * step + place + 1) * dim) for head in heads])
+
     def _qkv(self) -> ColumnLinear:
         """[q | k | v] of this rank's heads, from one tensor or from three."""
         spec, weights, head_dim = self.spec, self.weights, self.spec.head_dim
@@ -215,10 +241,15 @@ class StackLoader:
             ranges = head_ranges(layout, spec.num_heads, spec.num_kv_heads, head_dim, heads, kv_heads)
             size = ((spec.num_heads + 2 * spec.num_kv_heads) * head_dim, spec.hidden_size)
             return load_column(weights, "qkv", size, self.backend.linear, bias=spec.qkv_bias, ranges=ranges)
-        parts = {"q": (spec.num_heads, heads), "k": (spec.num_kv_heads, kv_heads), "v": (spec.num_kv_heads, kv_heads)}
+        kv_part = [(kv_heads.start * head_dim, kv_heads.stop * head_dim)]
+        queries = spec.num_heads * (2 if spec.attention_gate else 1)
+        parts = {
+            "q": (queries, self._in_q(heads)),
+            "k": (spec.num_kv_heads, kv_part),
+            "v": (spec.num_kv_heads, kv_part),
+        }
         matrices, biases = [], []
-        for role, (count, local) in parts.items():
-            part = [(local.start * head_dim, local.stop * head_dim)]
+        for role, (count, part) in parts.items():
             matrices.append(weights.linear(role, (count * head_dim, spec.hidden_size), rows=part))
             if spec.qkv_bias:
                 biases.append(weights.bias(role, count * head_dim, ranges=part))

@@ -181,12 +181,19 @@ class Transformer:
 
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""
-        kv_heads = len(local_kv_heads(self.spec, self.shard))
-        return KVShape(len(self.stage.layers), kv_heads, self.spec.head_dim, dtype, format=self.cache)
+        return kv_shape(self.spec, self.stage, self.shard, dtype, self.cache)
 
     def least_step_bytes(self, prefill_tokens: int, dtype: torch.dtype) -> int:
         """See `footprint.least_step_bytes`."""
         return least_step_bytes(self.spec, prefill_tokens, dtype.itemsize, self.shard.world_size)
+
+
+def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cache: KvFormat) -> KVShape:
+    """What a rank's part of a stage of a model keeps of sequences."""
+    kinds = [spec.layers[layer].recurrence for layer in stage.layers]
+    states = [0 if kind is None else kind.part(shard.world_size).state_size for kind in kinds]
+    kv_heads = len(local_kv_heads(spec, shard))
+    return KVShape(states.count(0), kv_heads, spec.head_dim, dtype, format=cache, states=tuple(states))
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

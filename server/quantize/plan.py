@@ -77,6 +77,11 @@ def make_plan(weights: Weights, spec: ArchSpec, recipe: Recipe) -> Plan:
             "the model's experts are stacked in one tensor for each role, which is not quantised into files: serve it "
             "with --quantize int4 or int8, which quantise while loading"
         )
+    if spec.recurrences:
+        raise ValueError(
+            "the model has recurrent layers, which calibration does not know: serve it with --quantize int8, which "
+            "quantises while loading"
+        )
     matrix_sets = tuple(tuple(matrix_sets_of(weights, spec, index)) for index in range(spec.num_layers))
     sizes = {
         name: _size(weights, name) for layer in matrix_sets for matrices in layer for name in matrices.names.values()

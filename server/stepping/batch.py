@@ -165,6 +165,7 @@ class Tables:
             prompt_lengths=entries[:, PROMPT_LENGTH],
             owners=None,
             block_tables=entries[:, BLOCKS:],
+            rows=rows,
         )
         cross = None
         if has_encoder:
@@ -214,6 +215,7 @@ class Tables:
             prompt_lengths=entries[:, PROMPT_LENGTH].index_select(0, owners),
             owners=owners,
             block_tables=entries[:, BLOCKS : BLOCKS + layout.blocks],
+            rows=rows,
         )
         return torch.cat([self.last_tokens.index_select(0, rows[: layout.num_decodes]), token_ids]), meta
 

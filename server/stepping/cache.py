@@ -1,5 +1,8 @@
 """Paged KV cache (Kwon et al. 2023, arXiv 2309.06180): its tensors, the sums that size them, and where blocks are.
 
+A recurrent layer keeps no tokens but one state of a fixed size for each sequence, in the row that the sequence has in
+the device's tables. Steps find states by those rows, as they find blocks.
+
 The router hands out blocks and knows nothing of tensors; the tensors know nothing of sequences. All blocks are on the
 device unless a model was loaded otherwise (`server/model/offloaded_kv.py`).
 
@@ -26,24 +29,27 @@ from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.stepping.batch import Forward
 from server.stepping.sequences import StepError
 
+STATE_DTYPE = torch.float32  # sums of thousands of tokens
+
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token takes on this rank."""
+    """What one token takes on this rank, and what a sequence takes beside its tokens."""
 
-    num_layers: int
+    num_layers: int  # that attend
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # that the model computes in
     is_paged: bool = True  # False: the model keeps a cache of its own, of about this size
     format: KvFormat = AS_COMPUTED
     sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
+    states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer, 0 where it attends; empty: all attend
 
     @property
     def layers(self) -> Sequence[KVShape]:
         """The same of each layer alone."""
         sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
-        return [replace(self, num_layers=1, num_kv_heads=k, head_dim=h, sizes=()) for k, h in sizes]
+        return [replace(self, num_layers=1, num_kv_heads=k, head_dim=h, sizes=(), states=()) for k, h in sizes]
 
     @property
     def bytes_per_token(self) -> int:
@@ -52,6 +58,11 @@ class KVShape:
             return sum(layer.bytes_per_token for layer in self.layers)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
         return 2 * self.num_layers * self.num_kv_heads * row_bytes
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """The states of recurrent layers."""
+        return STATE_DTYPE.itemsize * sum(self.states)
 
     @property
     def bytes_per_block(self) -> int:
@@ -76,7 +87,8 @@ def choose_tokens(
     wanted: what the user asked for, 0 when nothing; useful: more than this can never be used; free_bytes: memory that
     the cache may take; where: what has it. Raises ValueError with the number that fits when the wish does not.
     """
-    fits = max(0, free_bytes // (bytes_per_token * BLOCK_SIZE)) * BLOCK_SIZE
+    # A pipeline stage of recurrent layers alone has blocks of nothing.
+    fits = max(0, free_bytes // (max(1, bytes_per_token) * BLOCK_SIZE)) * BLOCK_SIZE
     if wanted and num_blocks(wanted) * BLOCK_SIZE > fits:
         raise ValueError(
             f"max_batch_total_tokens is {wanted}, but {where} holds a KV cache of {fits} tokens "
@@ -102,6 +114,20 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
         return []
     stored = shape.format.stored(shape.dtype)
     return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
+
+
+def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Tensor]:
+    """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, the others states.
+
+    A layer's states are [rows, numbers] float32, of which row 0 is no sequence's.
+    """
+    if not any(shape.states):
+        return list(kv)
+    attending = iter(kv)
+    return [
+        torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device) if numbers else next(attending)
+        for numbers in shape.states
+    ]
 
 
 class KvPlacement(Protocol):

@@ -27,7 +27,8 @@ from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Forward, StepInput, Tables
-from server.stepping.cache import HostSlots, KvPlacement, KVShape, Session
+from server.stepping.cache import HostSlots, KvPlacement, KVShape, Session, beside_states
+from server.stepping.checkpoints import Checkpoints
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
@@ -70,7 +71,8 @@ class Engine:
         self.has_encoder = model.decoder_start is not None
         self._vocabulary = Vocabulary(backend.logits, shard, model.vocab_size, *model.vocab_range)
         self._choose = TokenChooser(watermark, backend.device, self._vocabulary)
-        self._kv_caches: list[Tensor] = []
+        self._caches: list[Tensor] = []  # of each layer: KV blocks, or the states of all sequences
+        self._kv_caches: list[Tensor] = []  # those of them that are KV blocks
         self._sequences: SequenceTable | None = None
         self._tables: Tables | None = None
         self._why_not_captured = why_not_captured
@@ -78,12 +80,14 @@ class Engine:
         self._graphs: Graphs | None = None
         self._agreed: AgreedCapture | None = None
         self.slots: HostSlots | None = None  # the host's tier of the prefix cache
+        self._checkpoints: Checkpoints | None = None  # what keeps states in blocks, where layers have states
         self.times: Times | None = None  # what streaming has cost, where weights stream
 
     def allocate(self, tokens: int, total_tokens: int, sequences: int = 0) -> None:
         """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes.
 
-        sequences: most that are expected at once, 0 for LEAST_SEQUENCES; larger batches are not captured.
+        sequences: most that are expected at once, 0 for LEAST_SEQUENCES; larger batches are not captured, and where
+        layers have states, there is no room for more.
         """
         self.release()
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
@@ -96,9 +100,14 @@ class Engine:
             self._vocabulary,
             self.has_encoder,
             longest=longest,
-            most=max(sequences, LEAST_SEQUENCES),
+            most=max(sequences, 0 if self.kv_shape.bytes_per_sequence and sequences else LEAST_SEQUENCES),
         )
-        tables = Tables.empty(self._sequences.num_rows, self._sequences.longest, self.device.torch_device)
+        rows = self._sequences.num_rows
+        self._caches = beside_states(self.kv_shape, self._kv_caches, rows, self.device)
+        if self.kv_shape.bytes_per_sequence and not self.kv_placement.offloaded:
+            states = [cache for cache, size in zip(self._caches, self.kv_shape.states, strict=True) if size]
+            self._checkpoints = Checkpoints(states, self._block_parts())
+        tables = Tables.empty(rows, self._sequences.longest, self.device.torch_device)
         self._tables = tables
         if self.why_not_captured is None:
             self._graphs = self._make_graphs(tables, most=sequences or LEAST_SEQUENCES)
@@ -113,7 +122,8 @@ class Engine:
         decodes = DecodeGraphs(
             capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
         )
-        is_plain = not self.has_encoder and stage.count == 1
+        # A gated delta rule in stock operators asks the host where prompts end.
+        is_plain = not self.has_encoder and stage.count == 1 and not self.kv_shape.bytes_per_sequence
         return Graphs(
             decodes, None if not is_plain else MixedGraphs(capture, self._hidden, self.device, tables, most=most)
         )
@@ -123,7 +133,8 @@ class Engine:
         if self.slots is not None:
             self.slots.close()
         has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
-        self._kv_caches, self._graphs, self._agreed, self._tables, self.slots = [], None, None, None, None
+        self._caches, self._kv_caches, self._checkpoints = [], [], None
+        self._graphs, self._agreed, self._tables, self.slots = None, None, None, None
         self.kv_placement.release()
         if has_cycles:
             gc.collect()
@@ -131,13 +142,22 @@ class Engine:
     def open_slots(self, count: int, session: Session) -> HostSlots:
         """Have a tier of so many blocks on the host behind the KV cache; a later call finds the first one's."""
         if self.slots is None:
-            layers = zip(self._kv_caches, self.kv_shape.layers, strict=True)
-            parts = [self.backend.block_parts(kv, layer.format, layer.head_dim) for kv, layer in layers]
-            copies = self.device.host_copies([part for of_layer in parts for part in of_layer], count)
+            copies = self.device.host_copies(self._block_parts(), count)
             self.slots = HostSlots(copies, self.num_blocks, session)
         if (end := self.device.event()) is not None:
             end.synchronize()  # what a router before has told the device to copy is done
         return self.slots
+
+    def _block_parts(self) -> list[Tensor]:
+        """Views of the KV cache [B, n], row b of each being of block b."""
+        layers = zip(self._kv_caches, self.kv_shape.layers, strict=True)
+        parts = [self.backend.block_parts(kv, layer.format, layer.head_dim) for kv, layer in layers]
+        return [part for of_layer in parts for part in of_layer]
+
+    @property
+    def checkpoint_blocks(self) -> int:
+        """Blocks that hold the states of one sequence; 0: they cannot be kept there, or there are none."""
+        return 0 if self._checkpoints is None else self._checkpoints.num_blocks
 
     @property
     def num_blocks(self) -> int:
@@ -176,12 +196,23 @@ class Engine:
             if plan.grown:
                 self._tables.grow(plan.grown, self.device)
             moves = self._move_blocks(request)
+            for row, blocks in self._sequences.rows_and_blocks(request.loaded_ids, request.loaded_blocks):
+                self._kept_states.load(row, self.device.upload(blocks))
             if plan.computes:
-                return self._run(plan, self._tables, started)
+                launched = self._run(plan, self._tables, started)
+                for row, blocks in self._sequences.rows_and_blocks(request.kept_ids, request.kept_blocks):
+                    self._kept_states.keep(row, self.device.upload(blocks))
+                return launched
             return Launched([], [], {}, started, self.device, self.shard.check) if moves else None
         except BaseException:
             self._sequences.drop(request)
             raise
+
+    @property
+    def _kept_states(self) -> Checkpoints:
+        if self._checkpoints is None:
+            raise StepError("the step keeps or loads states, but this shard has none that blocks could hold")
+        return self._checkpoints
 
     def _move_blocks(self, request: pb.StepRequest) -> bool:
         """Copy blocks to and from the host as the step says; whether there were any."""
@@ -198,7 +229,7 @@ class Engine:
         return self._hidden(step.forward)
 
     def _hidden(self, forward: Forward) -> Tensor:
-        return self.model.run(forward, self._kv_caches).hidden
+        return self.model.run(forward, self._caches).hidden
 
     def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
         self.neighbours.take_tokens(plan.decodes, tables)
@@ -210,7 +241,7 @@ class Engine:
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
         encoding = step.forward.encoding
         before = self.neighbours.carried(len(step.forward.token_ids), len(encoding.token_ids) if encoding else 0)
-        carried = self.model.run(replace(step.forward, carried=before), self._kv_caches)
+        carried = self.model.run(replace(step.forward, carried=before), self._caches)
         if not self.neighbours.stage.is_last:
             return self._hand_on(carried, step.sampled, step.sample_rows, started)
         hidden = carried.hidden

@@ -7,7 +7,7 @@ changes. What a step computes is decided by the router; what the device knows of
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -151,6 +151,17 @@ class SequenceTable:
         for sequence, _, count in decodes + chunks:
             sequence.computed += count
         return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {}, grown)
+
+    def rows_and_blocks(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        """The row of each of these sequences that is there, with its part of `blocks`. Raises StepError."""
+        if not ids:
+            return
+        if max(blocks, default=0) >= self.num_blocks or len(blocks) % len(ids):
+            raise StepError(f"sequences {list(ids)} need as many blocks each, below {self.num_blocks}")
+        each = len(blocks) // len(ids)
+        for place, id in enumerate(ids):
+            if id in self.sequences:  # else a failed step dropped it
+                yield self.sequences[id].row, list(blocks[place * each : (place + 1) * each])
 
     def drop(self, request: pb.StepRequest) -> None:
         """Forget every sequence that a failed step touched."""

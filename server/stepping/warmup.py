@@ -68,6 +68,7 @@ class Warmed:
     products: Sequence[str]  # which way each product is computed that was measured, for people
     clocks: str  # of the device while one sequence decoded, for people; empty: not known
     prompt_times: PromptTimes
+    num_states: int = 0  # sequences that recurrent layers have room for; 0: no layer has a state
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,15 @@ def warm_up(
     host_bytes: of the host's memory for the prefix cache, which the KV cache leaves where it is there too.
     may_be_shorter: whether a KV cache that does not hold total_tokens makes the longest sequence shorter.
     """
-    sequences = sequences or LEAST_SEQUENCES
+    sequences = _with_states(engine, sequences or LEAST_SEQUENCES, prefill_tokens, fraction)
     step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens, sequences)
     engine.release()  # the profile run's cache is free again
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free = max(0, min(free, _beside_a_step(engine, prefill_tokens, fraction)) - host_bytes)
-    room = partial(_room, engine, free - step_bytes - expected_bytes)
+    shape = engine.kv_shape
+    state_bytes = shape.bytes_per_sequence and (sequences + 1) * shape.bytes_per_sequence
+    room = partial(_room, engine, free - step_bytes - expected_bytes - state_bytes)
     if may_be_shorter:
         total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
     tokens = cache.choose_tokens(
@@ -167,7 +170,28 @@ def warm_up(
     times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
     products = engine.backend.measured_products()
-    return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times)
+    num_states = sequences if state_bytes else 0
+    return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times, num_states)
+
+
+def _with_states(engine: Engine, sequences: int, prefill_tokens: int, fraction: float) -> int:
+    """How many sequences there is room for at once: as many as are wanted, or half of the memory holds the states of.
+
+    Raises ValueError where it holds none.
+    """
+    each = engine.kv_shape.bytes_per_sequence
+    if not each:
+        return sequences
+    free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
+    if not engine.device.measures_memory:
+        free = min(free, _beside_a_step(engine, prefill_tokens, fraction))
+    fits = engine.shard.minimum(max(0, free // 2 // each - 1), engine.device.torch_device)
+    if not fits:
+        raise ValueError(
+            f"a sequence's states take {each} bytes, and half of the free memory, {free // 2} bytes, is too little: "
+            "use more shards or --quantize int8"
+        )
+    return min(sequences, fits)
 
 
 def _beside_a_step(engine: Engine, prefill_tokens: int, fraction: float) -> int:
@@ -188,7 +212,7 @@ def longest_that_fits(wanted: int, room: Callable[[int], int], block_bytes: int)
     room: bytes of a cache for sequences of so many blocks, of which a longer one may leave less.
     """
     longest = num_blocks(wanted)
-    while longest > 1 and (blocks := room(longest) // block_bytes) < longest:
+    while longest > 1 and (blocks := room(longest) // max(1, block_bytes)) < longest:
         longest = max(blocks, longest // 2)
     return min(wanted, longest * BLOCK_SIZE)
 

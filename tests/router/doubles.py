@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from router.batching.batcher import Batcher
@@ -31,6 +32,8 @@ from router.text.tokenizer import ModelTokenizer
 from tests.router.fake_shards import FakeShardedClient, allowed_ids, fake_next_token
 
 EOS = 256  # in byte_tokenizer
+# Of a model with states: blocks from one place where they are kept to the next, and blocks that they take; or of none.
+STATES = st.just((0, 0)) | st.tuples(st.integers(1, 3), st.integers(1, 4))
 NextToken = Callable[[Sequence[int], int, int], int]
 
 
@@ -92,6 +95,7 @@ def fake_shards(limits: Limits, **overrides: Any) -> FakeShardedClient:
             "max_batch_prefill_tokens": limits.max_batch_prefill_tokens,
             "max_batch_size": limits.max_batch_size,
             "num_lanes": limits.num_lanes,
+            "checkpoint_blocks": limits.checkpoint_blocks,
             **overrides,
         }
     )

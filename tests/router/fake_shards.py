@@ -92,6 +92,7 @@ class FakeShardedClient:
     max_batch_size: int | None = None
     num_lanes: int = 1
     decoder_start: int | None = None  # plays an encoder-decoder when given
+    checkpoint_blocks: int = 0  # plays a model with states when given: how many blocks hold those of a sequence
     step_delay_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -112,6 +113,7 @@ class FakeShardedClient:
     _written: dict[tuple[int, int], int] = field(
         default_factory=dict
     )  # (block, offset) -> digest of the tokens up to it
+    _states: dict[int, tuple[int, int]] = field(default_factory=dict)  # block -> digest of the tokens, its place
     # With the time when each is ready, and the lane of its step.
     _replies: deque[tuple[float, StepReply, int]] = field(default_factory=deque)
     _busy_until: float = 0.0
@@ -168,7 +170,7 @@ class FakeShardedClient:
         if not self.renewals:
             raise error
         self.renewals -= 1
-        for held in (self._sequences, self._gone, self._used_ids, self._written, self._replies):
+        for held in (self._sequences, self._gone, self._used_ids, self._written, self._states, self._replies):
             held.clear()
         self._num_steps, self._busy_until, self.death = 0, 0.0, None
         self.max_batch_total_tokens = self.renewed_tokens or self.max_batch_total_tokens
@@ -227,6 +229,7 @@ class FakeShardedClient:
         for extension in request.extend:
             self._extend(extension)
         self._grow(request)
+        self._load(request)
         self._check_limits(request)
         self._check_lane(request)
         masks = {id: mask for mask in request.masks for id in mask.ids}
@@ -258,7 +261,37 @@ class FakeShardedClient:
             self._write(self._sequences[id], self._sequences[id].computed + 1)
             self._give_token(id, masks, reply)
         _require(set(masks) <= {*reply.ids, *self._gone}, "a mask for a sequence that gets no token")
+        for id, blocks in self._blocks_of_states(request.kept_ids, request.kept_blocks):
+            self._keep(id, blocks)
         return reply
+
+    def _blocks_of_states(self, ids: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, list[int]]]:
+        each = self.checkpoint_blocks
+        _require(len(blocks) == each * len(ids) == each * len(set(ids)), "blocks of states are miscounted")
+        return [(id, list(blocks[place * each : (place + 1) * each])) for place, id in enumerate(ids)]
+
+    def _load(self, request: StepRequest) -> None:
+        """A sequence goes on from the states behind exactly the tokens that it has, where a model has states."""
+        loaded = dict(self._blocks_of_states(request.loaded_ids, request.loaded_blocks))
+        for new in request.add:
+            _require(
+                bool(self.checkpoint_blocks and new.computed) == (new.id in loaded), f"states of sequence {new.id}"
+            )
+            found = [self._states.get(block) for block in loaded.get(new.id, ())]
+            expected = [(self._sequences[new.id].digest, place) for place in range(len(found))]
+            _require(found == expected, f"sequence {new.id} goes on from states never computed")
+        _require(loaded.keys() <= {new.id for new in request.add}, "states for a sequence that runs")
+
+    def _keep(self, id: int, blocks: list[int]) -> None:
+        """Write states to blocks that no sequence has."""
+        if id in self._gone:
+            return
+        taken = {block for other in self._sequences.values() for block in other.blocks}
+        _require(taken.isdisjoint(blocks), f"states of sequence {id} are written over what others have")
+        for place, block in enumerate(blocks):
+            self._states[block] = self._sequences[id].digest, place
+            for offset in range(self.block_size):
+                self._written.pop((block, offset), None)
 
     def _grow(self, request: StepRequest) -> None:
         blocks = list(request.grown_blocks)
@@ -344,6 +377,7 @@ class FakeShardedClient:
             fresh, _digests(sequence.token_ids[sequence.computed : end], sequence.digest), strict=True
         ):
             self._written[sequence.blocks[position // self.block_size], position % self.block_size] = digest
+            self._states.pop(sequence.blocks[position // self.block_size], None)
             sequence.digest = digest
         sequence.computed = end
 

@@ -28,6 +28,21 @@ T5_SIZES: dict[str, Any] = {
     "relative_attention_max_distance": 20,
     "decoder_start_token_id": 3,
 }
+DELTA_SIZES: dict[str, Any] = LLAMA_SIZES | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 32,
+}
+DELTA_EXPERTS: dict[str, Any] = DELTA_SIZES | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
@@ -92,6 +107,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe", LLAMA_SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
                                     "moe_intermediate_size": 32, "mlp_only_layers": [0]},
     ),
+    "qwen3_5": ("qwen3_5_text", DELTA_SIZES),
+    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_EXPERTS),
+    "qwen3_next": ("qwen3_next", DELTA_EXPERTS | {"mlp_only_layers": [0]}),
     "gemma": ("gemma", LLAMA_SIZES | {"head_dim": 16}),
     "gemma2": (
         "gemma2", LLAMA_SIZES | {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24,

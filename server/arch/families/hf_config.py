@@ -8,7 +8,7 @@ Fields that no family reads pass, and so does null, which counts as left out. Le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,10 +68,12 @@ FIELDS: dict[str, Kind] = {
     for kind, names in (
         (
             SIZE,
-            "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size head_dim hidden_size "
-            "intermediate_size kv_channels moe_intermediate_size multi_query_group_num n_embd n_embed n_head n_heads "
-            "n_inner num_attention_heads num_experts_per_tok num_heads num_key_value_heads num_kv_heads "
-            "num_local_experts padded_vocab_size relative_attention_max_distance relative_attention_num_buckets "
+            "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size full_attention_interval "
+            "head_dim hidden_size intermediate_size kv_channels linear_conv_kernel_dim linear_key_head_dim "
+            "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size "
+            "multi_query_group_num n_embd n_embed n_head n_heads n_inner num_attention_heads num_experts_per_tok "
+            "num_heads num_key_value_heads num_kv_heads num_local_experts padded_vocab_size "
+            "relative_attention_max_distance relative_attention_num_buckets shared_expert_intermediate_size "
             "sliding_window_pattern vocab_size word_embed_proj_dim",
         ),
         (
@@ -100,7 +102,7 @@ FIELDS: dict[str, Kind] = {
             TEXT,
             "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type",
         ),
-        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention"),
+        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
         (TEXTS, "layer_types"),
         (WHOLES, "mlp_only_layers"),
         (NUMBERS, "long_factor short_factor"),
@@ -191,15 +193,21 @@ def share_of(width: int, heads: int) -> int:
     return width // heads
 
 
+def layer_types(config: Config, default: Sequence[str]) -> Sequence[str]:
+    """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order."""
+    found: Sequence[str] = config.get("layer_types") or default
+    if len(found) != len(default):
+        raise ValueError(f"config.json has {len(found)} `layer_types` for {len(default)} layers: download it again")
+    return found
+
+
 def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:
     """The same with a window in some layers: by `layer_types` where config.json has them, else by `is_windowed`."""
     window = config.get("sliding_window") or 0
-    types = config.get("layer_types") or []
-    found = [kind == "sliding_attention" for kind in types] or [is_windowed(i) for i in range(spec.num_layers)]
-    if len(found) != spec.num_layers:
-        raise ValueError(f"config.json has {len(found)} `layer_types` for {spec.num_layers} layers: download it again")
-    layers = zip(spec.layers, found, strict=True)
-    return replace(spec, layers=tuple(replace(layer, window=window if wanted else 0) for layer, wanted in layers))
+    types = layer_types(config, [LAYER_TYPES[is_windowed(i)] for i in range(spec.num_layers)])
+    layers = zip(spec.layers, types, strict=True)
+    windows = (replace(layer, window=window if kind == "sliding_attention" else 0) for layer, kind in layers)
+    return replace(spec, layers=tuple(windows))
 
 
 def rope(config: Config, dim: int, *, kind: str | None = None, theta: float = 10000.0) -> Rope:

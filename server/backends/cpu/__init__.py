@@ -20,6 +20,7 @@ from server.arch.spec import ArchSpec
 from server.backends.cpu import build
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
+from server.backends.cpu.delta import KernelDelta, can_compute
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels, Library
@@ -30,6 +31,8 @@ from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
     Attention,
+    DeltaRule,
+    DeltaWeights,
     GraphCapture,
     GroupedLinear,
     LinearFormat,
@@ -109,6 +112,9 @@ class CpuBackend(ReferenceBackend):
             return KernelExperts(in_codes or expanded)
         self._calls_experts_one_by_one = True
         return LoopedExperts(experts)
+
+    def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
+        return KernelDelta(self._kernels, weights) if can_compute(weights.kind) else super().gated_delta(weights)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         if world_size > 1:

@@ -13,6 +13,7 @@ from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Shares
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES
+from server.backends.cuda.kernels.delta import FusedDelta
 from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.cuda.linear import CudaDense, CudaGrouped, Products
 from server.backends.cuda.logits import KernelLogits
@@ -21,6 +22,8 @@ from server.backends.cuda.quantised import CudaQuantised, grouped
 from server.backends.device import Device
 from server.backends.protocol import (
     Attention,
+    DeltaRule,
+    DeltaWeights,
     GraphCapture,
     GroupedLinear,
     LinearFormat,
@@ -90,6 +93,9 @@ class CudaBackend(ReferenceBackend):
 
     def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
         return FusedRouting(num_experts, top_k, renormalise)
+
+    def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
+        return FusedDelta(weights)
 
     def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         return CudaGrouped(weights, count, is_gated=is_gated, gate=self.gate, products=self._products)

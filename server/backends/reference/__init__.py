@@ -15,6 +15,8 @@ from server.arch.spec import ArchSpec
 from server.backends.device import Device
 from server.backends.protocol import (
     Attention,
+    DeltaRule,
+    DeltaWeights,
     GraphCapture,
     GroupedLinear,
     LinearFormat,
@@ -25,6 +27,7 @@ from server.backends.protocol import (
     Scores,
 )
 from server.backends.reference.attention import BatchedAttention
+from server.backends.reference.delta import StockDelta
 from server.backends.reference.linear import (
     DenseFormat,
     Gate,
@@ -103,6 +106,9 @@ class ReferenceBackend:
     def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
         expert_ids = torch.arange(num_experts, device=self.device.torch_device)
         return StockRouting(expert_ids, top_k, renormalise)
+
+    def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
+        return StockDelta(weights)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"

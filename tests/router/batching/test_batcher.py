@@ -17,6 +17,7 @@ from router.scheduling.request import Entry, Failed, Finished, PromptTokens, Tok
 from router.text.generated import Ends, FinishReason
 from tests.router.doubles import (
     EOS,
+    STATES,
     FakeMatching,
     Running,
     constrained,
@@ -252,6 +253,20 @@ async def test_a_prefix_is_computed_once_and_generated_tokens_are_part_of_it() -
     assert is_clean(at_work)
 
 
+async def test_what_has_states_is_computed_from_the_last_place_where_they_were_kept() -> None:
+    states = {"checkpoint_tokens": 32, "checkpoint_blocks": 3}
+    async with running(prefix_caching=True, **states) as at_work:
+        answer = await token_ids_of(at_work.batcher.submit(request_of(40, 30)))
+        assert [32, 8] == [trace.prefill_tokens for trace in at_work.traces[:2]]
+        # The same prompt; one that shares a block more than there are states behind; the conversation that goes on.
+        for prompt, computed in (([*range(1, 41)], 8), ([*range(1, 50)], 17), ([*range(1, 41), *answer, 5], 71 - 64)):
+            at_work.traces.clear()
+            request = request_of(prompt, 4)
+            assert tokens_alone(request) == await token_ids_of(at_work.batcher.submit(request))
+            assert computed == sum(trace.prefill_tokens for trace in at_work.traces)
+    assert is_clean(at_work)
+
+
 async def test_what_was_not_computed_is_not_shared() -> None:
     shards = fake_shards(make_limits(), failing_token=40)
     async with running(shards, prefix_caching=True) as at_work:
@@ -385,6 +400,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     st.none() | st.integers(1, 40),
     st.booleans(),
     st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    STATES,
 )
 def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     num_lanes: int,
@@ -402,6 +418,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     prefill_chunk: int | None,
     prefix_caching: bool,
     matching_delays: list[int],
+    states: tuple[int, int],
 ) -> None:
     prefill = prefill if decoder_start is None else max(prefill, 60)  # an encoder takes the longest prompt whole
 
@@ -416,6 +433,8 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             "max_waiting_tokens": max_waiting,
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,
+            "checkpoint_tokens": states[0] * block_size if decoder_start is None else 0,
+            "checkpoint_blocks": states[1] if decoder_start is None else 0,
             "num_lanes": num_lanes,
             "kv_admission": kv_admission,
         }

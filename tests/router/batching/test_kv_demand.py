@@ -20,6 +20,7 @@ from router.scheduling.request import Entry, Finished, Scheduled, Token, ValidRe
 from router.scheduling.scheduler import Scheduler
 from tests.router.batching.test_batcher import is_clean
 from tests.router.doubles import (
+    STATES,
     FakeMatching,
     Running,
     constrained,
@@ -311,6 +312,7 @@ async def test_a_sequence_that_gets_blocks_and_is_not_computed_does_not_decode()
     st.booleans(),
     st.just(frozenset()) | st.frozensets(st.integers(1, 80), max_size=3),
     st.none() | st.just(7),
+    STATES,
 )
 def test_however_little_is_expected_all_end_with_their_own_tokens(
     num_lanes: int,
@@ -321,12 +323,15 @@ def test_however_little_is_expected_all_end_with_their_own_tokens(
     prefix_caching: bool,
     deaths: frozenset[int],
     decoder_start: int | None,
+    states: tuple[int, int],
 ) -> None:
     async def story() -> None:
         limits = {
             **DEMAND,
             "max_total_tokens": 110,
             "max_batch_total_tokens": capacity,
+            "checkpoint_tokens": states[0] * block_size if decoder_start is None else 0,
+            "checkpoint_blocks": states[1] if decoder_start is None else 0,
             "block_size": block_size,
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,

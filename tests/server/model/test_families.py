@@ -5,11 +5,14 @@ Families have the reference backend and the compiled kernels by turns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from server.arch.families import FAMILIES
 from server.arch.spec import validate
@@ -21,8 +24,10 @@ from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engin
 
 PROMPT = [int(i) for i in torch.randint(4, 103, (64,), generator=torch.Generator().manual_seed(0))]
 NEW_TOKENS = 32
+VISION_MODELS = (("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe"))  # `model_type`, and the case of its text
 LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
 WAYS = ("reference", "kernels")
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose states are of one sequence alone
 ENCODER_DECODERS = ("t5", "t5-gated", "mt5")  # whose prompts are encoded whole and shared with no one
 
 
@@ -43,11 +48,27 @@ def test_logits_equal_the_oracle(load_case: LoadCase, case: str, way: str) -> No
     engine, oracle = load_case(case, way)
     (done,) = generate(engine, [Prompt(PROMPT, max_new_tokens=NEW_TOKENS, chunk=23)])
     expected = oracle(PROMPT, done.tokens)
-    torch.testing.assert_close(expected, all_logits(engine, PROMPT, done.tokens), atol=1e-4, rtol=0)
+    atol = tolerance(engine)
+    torch.testing.assert_close(expected, all_logits(engine, PROMPT, done.tokens), atol=atol, rtol=0)
     # And step by step: every token was the oracle's first choice, with the oracle's log-probability.
     decoded = expected[-NEW_TOKENS - 1 : -1].log_softmax(-1)
     assert decoded.argmax(-1).tolist() == done.tokens
-    torch.testing.assert_close(decoded.max(-1).values, torch.tensor(done.logprobs), atol=1e-4, rtol=0)
+    torch.testing.assert_close(decoded.max(-1).values, torch.tensor(done.logprobs), atol=atol, rtol=0)
+
+
+def tolerance(engine: Engine) -> float:
+    """A recurrence sums over all tokens, and the oracle in another order."""
+    return 5e-4 if engine.model.spec.recurrences else 1e-4
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.inference_mode()
+def test_a_recurrence_is_the_oracles_over_thousands_of_tokens(load_case: LoadCase, way: str) -> None:
+    engine, oracle = load_case("qwen3_5", way)
+    whole = [int(i) for i in torch.randint(4, 103, (2000,), generator=torch.Generator().manual_seed(1))]
+    (done,) = generate(engine, [Prompt(whole, max_new_tokens=4, chunk=777)])
+    logits = all_logits(engine, whole, done.tokens)
+    torch.testing.assert_close(oracle(whole, done.tokens), logits, atol=tolerance(engine), rtol=0)
 
 
 @pytest.mark.parametrize(("case", "way"), by_turns(CASES, WAYS[::-1]))
@@ -64,7 +85,9 @@ def test_chunks_and_neighbours_do_not_change_the_tokens(load_case: LoadCase, cas
         assert generate(engine, [fresh])[0].tokens == crowded.tokens
 
 
-@pytest.mark.parametrize(("case", "way"), by_turns([case for case in CASES if case not in ENCODER_DECODERS], WAYS))
+@pytest.mark.parametrize(
+    ("case", "way"), by_turns([case for case in CASES if case not in ENCODER_DECODERS + RECURRENT], WAYS)
+)
 def test_a_prefix_in_the_cache_is_as_good_as_computed(load_case: LoadCase, case: str, way: str) -> None:
     engine, _ = load_case(case, way)
     whole = PROMPT[:48] + PROMPT[:9]
@@ -79,7 +102,22 @@ def test_every_family_has_a_case() -> None:
     covered = {tiny.CASES[case][0] for case in tiny.CASES} | {
         published.CASES[c][0]["model_type"] for c in published.CASES
     }
-    assert set(FAMILIES) == covered
+    assert set(FAMILIES) == covered | dict(VISION_MODELS).keys()
+
+
+@pytest.mark.parametrize(("wrapper", "case"), VISION_MODELS)
+def test_the_text_half_of_a_vision_model_is_found(
+    checkpoints: Checkpoints, tmp_path: Path, wrapper: str, case: str
+) -> None:
+    folder, _ = checkpoints(case)
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": config}))
+    tensors = load_file(folder / "model.safetensors")
+    wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = {"model.visual.patch_embed.proj.weight": torch.ones(2, 3), "mtp.fc.weight": torch.ones(4)}
+    save_file(wrapped | others, tmp_path / "model.safetensors")
+    alone, inside = (generate(load_engine(path), [Prompt(PROMPT)])[0] for path in (folder, tmp_path))
+    assert alone.tokens == inside.tokens
 
 
 @pytest.mark.parametrize(

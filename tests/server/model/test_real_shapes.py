@@ -1,11 +1,12 @@
 """The real sizes of published checkpoints, loaded by every rank on the meta device: no weights, no bytes.
 
 `real_shapes/*.json` hold a checkpoint's config.json as published, how many parameters its model card names, and the
-names and shapes of its tensors as the headers of its files have them, `{i}` for the layer and `{e}` for the expert;
-what is stored and never used is apart. A rank alone, and every rank of the largest world size that the model allows,
-load through the same code as in production; only the files are replaced, and those remember which part of which tensor
-was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover each tensor once, and
-what a rank would read. Left out: contents (`test_families.py`)."""
+names and shapes of its tensors as the headers of its files have them, `{i}` for the layer and `{e}` for the expert, or
+`{r}` for a recurrent layer and `{f}` for each fourth, which attends; what is stored and never used is apart. A rank
+alone, and every rank of the largest world size that the model allows, load through the same code as in production; only
+the files are replaced, and those remember which part of which tensor was asked for. So it shows that no tensor is
+missing or unknown, that the parts of all ranks cover each tensor once, and what a rank would read. Left out: contents
+(`test_families.py`)."""
 
 from __future__ import annotations
 
@@ -105,6 +106,8 @@ EXPECTED = {
     "qwen2-7b": Expected(UP_TO_4, Rope(1000000.0, 128)),  # 28 heads
     "qwen3-30b-a3b": Expected(EVERY, Rope(1000000.0, 128)),
     "qwen3-8b": Expected(EVERY, Rope(1000000.0, 128)),
+    "qwen3-next-80b-a3b": Expected(EVERY, Rope(10000000.0, 64)),
+    "qwen3.5-0.8b": Expected(EVERY, Rope(10000000.0, 64)),
     "starcoder": Expected(EVERY, Learned(8192)),
     "starcoder2-7b": Expected(UP_TO_4, Rope(1000000.0, 128), (32, 4096)),  # 36 heads
     "t5-large": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
@@ -114,7 +117,8 @@ EXPECTED = {
 # after the reduction.
 REPLICATED = re.compile(
     r"(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
-    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|block_sparse_moe\.gate)\.weight$|\.router\.|\.down_proj_bias$"
+    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|block_sparse_moe\.gate|shared_expert_gate)\.weight$"
+    r"|\.router\.|\.down_proj_bias$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
 KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
@@ -136,17 +140,24 @@ class Published:
         """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
-        per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{i}" in pattern)
-        layers = range(fixture["layers"])[: max(2, most_tensors // per_layer)]
-        fixture["config"] |= {key: len(layers) for key in NUMS_LAYERS if key in fixture["config"]}
-        if "layer_types" in fixture["config"]:
-            fixture["config"]["layer_types"] = fixture["config"]["layer_types"][: len(layers)]
+        per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{" in pattern)
+        is_hybrid = any("{f}" in pattern for pattern in fixture["tensors"])
+        layers = range(fixture["layers"])[: max(4 if is_hybrid else 2, most_tensors // per_layer)]
+        config = fixture["config"].get("text_config", fixture["config"])
+        config |= {key: len(layers) for key in NUMS_LAYERS if key in config}
+        attending = layers[3::4]
+        of_kind = {"{i}": layers, "{f}": attending, "{r}": [i for i in layers if i not in attending]}
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][: len(layers)]
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
-                pattern.format(i=i, e=e): tuple(shape)
+                pattern.format(i=i, r=i, f=i, e=e): tuple(shape)
                 for pattern, shape in patterns.items()
-                for i, e in product(layers if "{i}" in pattern else [0], experts if "{e}" in pattern else [0])
+                for i, e in product(
+                    next((found for kind, found in of_kind.items() if kind in pattern), [0]),
+                    experts if "{e}" in pattern else [0],
+                )
             }
 
         return cls(fixture["config"], spell_out(fixture["tensors"]), spell_out(fixture["unused"]))

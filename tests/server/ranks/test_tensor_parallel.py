@@ -31,12 +31,14 @@ CASES_OF = {
         "mixtral",  # experts
         "chatglm3",  # 2 kv heads, each for two ranks
         "gpt_oss",  # sinks, rows of gates and the other halves by turns, biases of experts
+        "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
         "embedded",  # ALiBi, a vocabulary that 8 divides
         "falcon-7b",  # one kv head for all ranks
         "llama-biased-tied",  # 4 kv heads, each for two ranks; biased sums, a tied vocabulary that 8 does not divide
+        "qwen3_next",  # recurrent heads in fused tensors, one head of keys for each rank
         "t5",  # an encoder, biases by distance
     ],
 }

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from benchmark.commands.kernels import HEAD_CASES, HeadCase, launch_attention
-from server.arch.spec import Activation
+from server.arch.spec import Activation, GatedDelta
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import fused_gate
+from server.backends.cuda.kernels.delta import FusedDelta
 from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.cuda.machine_code import MATRIX, MachineCode
 from server.backends.protocol import Summand, split_heads
@@ -37,6 +38,7 @@ from tests.server.backends.cuda.kernel_cases import (
     plain,
     sinking,
 )
+from tests.server.backends.delta_cases import meta_of, weights_of
 
 __all__ = ["found"]
 
@@ -173,6 +175,15 @@ def test_routing_compiles(experts: int, top_k: int, found: list[MachineCode]) ->
     routing = FusedRouting(experts, top_k, renormalise=True)
     routing(DenseFormat(zeros(experts, 64)), zeros(3, 64)).combine(zeros(3 * top_k, 4096))
     assert {"_choose", "_group", "_weigh"} == {code.kernel for code in found}
+
+
+@pytest.mark.parametrize("decodes", in_suite([False], [True]), ids=str)
+def test_the_gated_delta_rule_compiles(decodes: bool, found: list[MachineCode]) -> None:
+    kind = GatedDelta(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, conv=4)
+    runs, width = [(1, 0, 1), (2, 5, 1)], kind.channels + kind.num_heads * kind.value_dim
+    meta, state = meta_of(runs, 2 * decodes), torch.zeros(3, kind.state_size)
+    FusedDelta(weights_of(kind))(zeros(2, width), zeros(2, 2 * kind.num_heads), state, meta)
+    assert ["_convolve", "_recur", "_remember"] == [code.kernel for code in found]
 
 
 @pytest.mark.parametrize("activation", in_suite([Activation.GELU], Activation))

@@ -30,7 +30,7 @@ def interpreted_backend(processors: int = ONE_SPLIT) -> Iterator[CudaBackend]:
         yield CudaBackend(CpuDevice(), torch.float32)
 
 
-def check_model(case: str, folder: Path, sizes: dict[str, int], **stored: str) -> None:
+def check_model(case: str, folder: Path, sizes: dict[str, Any], **stored: str) -> None:
     """A tiny model gives the tokens of the reference, and nearly its log-probabilities. stored: as `load_engine`."""
     save_tiny(case, folder, **sizes)
     with interpreted_backend() as backend:

@@ -29,6 +29,7 @@ from tests.server.backends.cuda.kernel_cases import (
     check_routing,
     in_suite,
 )
+from tests.server.backends.delta_cases import KIND, check_steps, weights_of
 
 __all__ = ["quick_calls"]
 
@@ -185,6 +186,13 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gated_delta_rule_equals_the_operators(dtype: torch.dtype) -> None:
+    from server.backends.cuda.kernels.delta import FusedDelta
+
+    check_steps(FusedDelta(weights_of(KIND)), dtype)
+
+
 # Normalised summands, windows and capped scores; biased sums, layer norms and ALiBi; gates, rotations and norms of
 # heads; heads that are rotated in part, and parallel branches; experts; sinks; codes. Few layers and heads of each: the
 # interpreter takes seconds for one. The suite has BLOOM in `test_host_sums.py`, experts in `interpreted_quantised.py`.
@@ -196,6 +204,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}, "auto"),
     ("mixtral", {"num_hidden_layers": 1}, "auto"),
     ("gpt_oss", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "auto"),
+    ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, "auto"),
     ("bloom", {"n_layer": 1, "n_head": 2}, "int8"),
 ]
 

@@ -1,0 +1,226 @@
+// The gated delta rule, one token after the other: convolution, recurrence, norm and gate in one pass.
+//
+// A head's memory is cut into tiles of few columns, [key_dim, TILE] one behind the other, which do not depend on each
+// other: a tile stays in the nearest cache while a block of tokens passes. So a prompt's tokens cost two multiplications
+// and two additions for each number of a memory and no more memory traffic than the matrices, and every number is the
+// same whether a token comes in a prompt, in a chunk of it, or alone. The chunked form of the paper turns most of this
+// into matrix products, and sums in an order that depends on where chunks begin.
+//
+// Shapes: T tokens of the step, C channels, N heads, K heads of keys, d features of a key, v of a value.
+
+#include "functions.h"
+#include "threads.h"
+
+namespace {
+
+constexpr long TILE = 32, BLOCK = 16;  // columns of a memory, and tokens that pass a tile together
+constexpr int VECTORS = TILE / LANES;
+
+struct Delta {
+    long heads, key_heads, key_dim, value_dim, taps;
+    const float* conv;       // [taps, C], the latest token last
+    const float* decay;      // [N]
+    const float* step_bias;  // [N]
+    const float* norm;       // [v]
+    float eps;
+
+    long share() const { return heads / key_heads; }
+    long channels() const { return 2 * key_heads * key_dim + heads * value_dim; }
+    long memory_size() const { return heads * key_dim * value_dim; }
+};
+
+// Where a sequence's tokens are, and what it remembers.
+template <class E>
+struct Run {
+    const E* qkvz;  // of its first token; rows of C + N v
+    const E* ba;    // rows of 2 N
+    E* out;         // rows of N v
+    float* state;   // memories, then `taps` - 1 rows of channels, the oldest first
+    long tokens;
+    bool is_fresh;  // it starts from zeros
+};
+
+// What a block of tokens has for one head of keys.
+struct Inputs {
+    float *q, *k;        // [BLOCK, d]
+    float* v;            // [BLOCK, share v]
+    float *kept, *beta;  // [BLOCK, share]
+    float* read;         // [BLOCK, share v]
+};
+
+// Of a channel, LANES of which begin at `channel`: what the token `at` of a run, or before it, had.
+template <class E>
+INLINE Floats channel_of(const Delta& how, const Run<E>& run, long at, long channel, long count) {
+    if (at >= 0) return load_part(run.qkvz + at * (how.channels() + how.heads * how.value_dim) + channel, count);
+    if (run.is_fresh) return Floats{};
+    return load_part(run.state + how.memory_size() + (how.taps - 1 + at) * how.channels() + channel, count);
+}
+
+// out [width] = the activation of the convolution of `width` channels at one token.
+template <class E>
+INLINE void convolve(const Delta& how, const Run<E>& run, long token, long channel, long width, float* out) {
+    for (long i = 0; i < width; i += LANES) {
+        Floats total = {};
+        for (long tap = 0; tap < how.taps; tap++) {
+            const Floats weight = load_part(how.conv + tap * how.channels() + channel + i, width - i);
+            total = fused(channel_of(how, run, token - (how.taps - 1 - tap), channel + i, width - i), weight, total);
+        }
+        store_part(out + i, activate<SILU>(total), width - i);
+    }
+}
+
+INLINE float squares(const float* x, long width) {
+    Floats total = {};
+    for (long i = 0; i < width; i += LANES) {
+        const Floats part = load_part(x + i, width - i);
+        total = fused(part, part, total);
+    }
+    return sum(total);
+}
+
+INLINE void scale_to_length(float* x, long width, float length) {
+    const Floats factor = all(length / __builtin_sqrtf(squares(x, width) + 1e-6f));
+    for (long i = 0; i < width; i += LANES) store_part(x + i, load_part(x + i, width - i) * factor, width - i);
+}
+
+// log(1 + e^x)
+INLINE float softplus(float x) { return x > 20.0f ? x : log(all(1.0f + exp(x)))[0]; }
+
+template <class E>
+void prepare(const Delta& how, const Run<E>& run, long head, long first, long count, const Inputs& in) {
+    const long d = how.key_dim, share = how.share(), values = share * how.value_dim, keys = how.key_heads * d;
+    for (long t = 0; t < count; t++) {
+        float *q = in.q + t * d, *k = in.k + t * d;
+        convolve(how, run, first + t, head * d, d, q);
+        convolve(how, run, first + t, keys + head * d, d, k);
+        convolve(how, run, first + t, 2 * keys + head * values, values, in.v + t * values);
+        scale_to_length(q, d, 1.0f / __builtin_sqrtf(d));
+        scale_to_length(k, d, 1.0f);
+        const E* ba = run.ba + (first + t) * 2 * how.heads;
+        for (long j = 0; j < share; j++) {
+            const long of = head * share + j;
+            in.beta[t * share + j] = 1.0f / (1.0f + exp(-to_float(ba[of])));
+            in.kept[t * share + j] = exp(-how.decay[of] * softplus(to_float(ba[how.heads + of]) + how.step_bias[of]));
+        }
+    }
+}
+
+// One tile [d, TILE] takes in a token and is read; value, read: [TILE].
+INLINE void pass(
+    float* tile, const float* q, const float* k, long d, const float* value, float kept, float beta, float* read
+) {
+    Floats held[2][VECTORS] = {}, error[VECTORS], found[2][VECTORS] = {};
+    for (long i = 0; i < d; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++)
+            held[i & 1][j] = fused(all(k[i]), load(tile + i * TILE + j * LANES), held[i & 1][j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < VECTORS; j++)
+        error[j] = (load(value + j * LANES) - kept * (held[0][j] + held[1][j])) * beta;
+    for (long i = 0; i < d; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++) {
+            float* at = tile + i * TILE + j * LANES;
+            const Floats now = fused(all(k[i]), error[j], kept * load(at));
+            store(at, now);
+            found[i & 1][j] = fused(all(q[i]), now, found[i & 1][j]);
+        }
+    for (int j = 0; j < VECTORS; j++) store(read + j * LANES, found[0][j] + found[1][j]);
+}
+
+void recur(const Delta& how, float* memory, long head, long count, const Inputs& in) {
+    const long d = how.key_dim, share = how.share(), values = share * how.value_dim;
+    for (long j = 0; j < share; j++)
+        for (long column = 0; column < how.value_dim; column += TILE) {
+            float* tile = memory + ((head * share + j) * how.value_dim + column) * d;
+            const long at = j * how.value_dim + column;
+            for (long t = 0; t < count; t++)
+                pass(
+                    tile, in.q + t * d, in.k + t * d, d, in.v + t * values + at, in.kept[t * share + j],
+                    in.beta[t * share + j], in.read + t * values + at
+                );
+        }
+}
+
+template <class E>
+void finish(const Delta& how, const Run<E>& run, long head, long first, long count, const Inputs& in) {
+    const long v = how.value_dim, inner = how.heads * v, share = how.share();
+    for (long t = 0; t < count; t++)
+        for (long j = 0; j < share; j++) {
+            const float* read = in.read + (t * share + j) * v;
+            const long at = (head * share + j) * v;
+            const E* gates = run.qkvz + (first + t) * (how.channels() + inner) + how.channels() + at;
+            const float scale = 1.0f / __builtin_sqrtf(squares(read, v) / v + how.eps);
+            for (long i = 0; i < v; i += LANES)
+                store(
+                    run.out + (first + t) * inner + at + i,
+                    load(read + i) * scale * load(how.norm + i) * activate<SILU>(load(gates + i))
+                );
+        }
+}
+
+// The last tokens of a run are what the next one's convolution begins with.
+template <class E>
+void remember(const Delta& how, const Run<E>& run, long channel, long width) {
+    for (long row = 0; row < how.taps - 1; row++)
+        for (long i = 0; i < width; i += LANES) {
+            const long at = run.tokens - (how.taps - 1) + row;  // of a row behind this one, where it is before the run
+            const Floats last = channel_of(how, run, at, channel + i, width - i);
+            store_part(run.state + how.memory_size() + row * how.channels() + channel + i, last, width - i);
+        }
+}
+
+// One head of keys, and the heads of values that share it, of one sequence.
+template <class E>
+void advance(const Delta& how, const Run<E>& run, long head, const Inputs& in) {
+    const long d = how.key_dim, values = how.share() * how.value_dim, keys = how.key_heads * d;
+    if (run.is_fresh) memset(run.state + head * values * d, 0, values * d * sizeof(float));
+    for (long first = 0; first < run.tokens; first += BLOCK) {
+        const long count = min(BLOCK, run.tokens - first);
+        prepare(how, run, head, first, count, in);
+        recur(how, run.state, head, count, in);
+        finish(how, run, head, first, count, in);
+    }
+    remember(how, run, head * d, d);
+    remember(how, run, keys + head * d, d);
+    remember(how, run, 2 * keys + head * values, values);
+}
+
+// out [T, N v] from qkvz [T, C + N v] and ba [T, 2 N]; a sequence's state is row rows[s] of `state`, rows
+// `state_stride` apart, and row 0 nobody's. starts: [sequences + 1], or null where sequence s has token s alone.
+template <class E>
+void delta(
+    const Delta* how, const E* qkvz, const E* ba, float* state, long state_stride, const int64_t* rows,
+    const int64_t* positions, const int64_t* starts, E* out, long sequences, int threads
+) {
+    const long d = how->key_dim, values = how->share() * how->value_dim, inner = how->heads * how->value_dim;
+    on_threads(threads, sequences * how->key_heads, 1, [&](Queue& queue) {
+        thread_local Workspace workspace;
+        float* at = workspace.take<float>(BLOCK * (2 * d + 2 * values + 2 * how->share()));
+        Inputs in;
+        in.q = at, in.k = in.q + BLOCK * d, in.v = in.k + BLOCK * d, in.read = in.v + BLOCK * values;
+        in.kept = in.read + BLOCK * values, in.beta = in.kept + BLOCK * how->share();
+        for (long unit, stop; queue.take(unit, stop);)
+            for (; unit < stop; unit++) {
+                const long s = unit / how->key_heads, head = unit % how->key_heads;
+                const long first = starts ? starts[s] : s, last = starts ? starts[s + 1] : s + 1;
+                E* to = out + first * inner;
+                if (first == last) continue;
+                if (!rows[s]) {  // what fills up a batch
+                    const long width = values * sizeof(E);
+                    for (long t = 0; t < last - first; t++) memset(to + t * inner + head * values, 0, width);
+                    continue;
+                }
+                const Run<E> run = {
+                    qkvz + first * (how->channels() + inner), ba + first * 2 * how->heads, to,
+                    state + rows[s] * state_stride, last - first, positions[first] == 0,
+                };
+                advance(*how, run, head, in);
+            }
+    });
+}
+
+}  // namespace
+
+EXPORT(delta_f32, delta<float>)
+EXPORT(delta_bf16, delta<Bf16>)

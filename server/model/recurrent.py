@@ -1,0 +1,126 @@
+"""A recurrent layer in attention's place: the projections around a gated delta rule, and this rank's part of them.
+
+A sequence's state is a row of the layer's cache [rows, W] float32, W being `GatedDelta.state_size`. Heads are divided
+over the ranks by those of keys, each with the heads of values that share it.
+
+Shapes: T tokens in the step, D model width, N local heads, K heads of keys of all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from server.arch.spec import ArchSpec, GatedDelta
+from server.backends.protocol import Backend, DeltaRule, DeltaWeights, LinearFormat
+from server.checkpoint.formats.protocol import Ranges
+from server.checkpoint.weights import Weights, merged
+from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
+from server.model.layer import LayerStep
+
+
+@dataclass(frozen=True)
+class DeltaBlock:
+    """Projections around a gated delta rule. See `layer.Mixer`."""
+
+    qkvz: ColumnLinear  # rows [queries | keys | values | gates] of this rank's heads
+    ba: LinearFormat  # rows [what corrects | what fades] of this rank's heads
+    out: RowLinear
+    rule: DeltaRule
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [self.qkvz.weight, self.ba, self.out.weight]
+
+    def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
+        """x [T, D] → what its heads read [T, N * value_dim], not yet projected; states in `kv` [rows, W] advance."""
+        return self.rule(self.qkvz(x), self.ba(x, None), kv, step.meta)
+
+
+def load_delta(weights: Weights, spec: ArchSpec, kind: GatedDelta, backend: Backend) -> DeltaBlock:
+    """This rank's part of one recurrent layer."""
+    heads = range(*weights.shard.range(kind.num_heads))
+    values = [(heads.start * kind.value_dim, heads.stop * kind.value_dim)]
+    inner = kind.num_heads * kind.value_dim
+    channels = _channels(kind, range(*weights.shard.range(kind.num_key_heads)), heads)
+    exact = replace(weights, dtype=torch.float32)  # near 0 the checkpoint's dtype may have no room for the logarithm
+    parts = [(heads.start, heads.stop)]
+    rule = DeltaWeights(
+        kind=kind.part(weights.shard.world_size),
+        conv=exact.filters("delta_conv", (kind.channels, kind.conv), channels),
+        decay=exact.vector("delta", kind.num_heads, suffix="A_log", ranges=parts).exp(),
+        step_bias=exact.vector("delta", kind.num_heads, suffix="dt_bias", ranges=parts),
+        norm=exact.vector("delta_norm", kind.value_dim),
+        eps=spec.norm.eps,
+    )
+    is_grouped = weights.has("delta_qkvz")
+    load = _load_grouped if is_grouped else _load_split
+    qkvz, ba = load(weights, spec, kind, backend, channels, values, heads)
+    out = load_row(weights, "delta_out", (spec.hidden_size, inner), backend.linear, bias=False)
+    return DeltaBlock(qkvz, ba, out, backend.gated_delta(rule))
+
+
+def _channels(kind: GatedDelta, key_heads: range, heads: range) -> Ranges:
+    """Where queries, keys and values of these heads are among all channels."""
+    keys = kind.num_key_heads * kind.key_dim
+    first, last = key_heads.start * kind.key_dim, key_heads.stop * kind.key_dim
+    value, end = heads.start * kind.value_dim, heads.stop * kind.value_dim
+    return merged([(first, last), (keys + first, keys + last), (2 * keys + value, 2 * keys + end)])
+
+
+def _load_split(
+    weights: Weights,
+    spec: ArchSpec,
+    kind: GatedDelta,
+    backend: Backend,
+    channels: Ranges,
+    values: Ranges,
+    heads: range,
+) -> tuple[ColumnLinear, LinearFormat]:
+    """From one tensor for channels, one for gates, and two for what every head needs one number of."""
+    hidden, inner = spec.hidden_size, kind.num_heads * kind.value_dim
+    qkv = weights.linear("delta_qkv", (kind.channels, hidden), rows=channels)
+    z = weights.linear("delta_z", (inner, hidden), rows=values)
+    part = [(heads.start, heads.stop)]
+    ba = torch.cat([weights.rows(role, (kind.num_heads, hidden), part) for role in ("delta_b", "delta_a")])
+    return ColumnLinear(stacked([qkv, z], backend.linear), None), backend.linear(ba)
+
+
+def _load_grouped(
+    weights: Weights,
+    spec: ArchSpec,
+    kind: GatedDelta,
+    backend: Backend,
+    channels: Ranges,
+    values: Ranges,
+    heads: range,
+) -> tuple[ColumnLinear, LinearFormat]:
+    """From tensors that have, head of keys by head of keys, [query | key | values | gates] and [b | a] of its heads."""
+    share = kind.num_heads // kind.num_key_heads
+    key_heads = range(heads.start // share, heads.stop // share)
+    width = share * kind.value_dim
+    sizes = [kind.key_dim, kind.key_dim, width, width]
+    qkvz = load_column(
+        weights,
+        "delta_qkvz",
+        (kind.num_key_heads * sum(sizes), spec.hidden_size),
+        backend.linear,
+        bias=False,
+        ranges=_of_groups(key_heads, sizes),
+    )
+    ba = weights.rows("delta_ba", (2 * kind.num_heads, spec.hidden_size), _of_groups(key_heads, [share, share]))
+    return qkvz, backend.linear(ba)
+
+
+def _of_groups(groups: range, sizes: list[int]) -> Ranges:
+    """Rows of parts of these sizes, which stand group by group: the first part of all groups, then the second, …"""
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    return merged(
+        [
+            (group * sum(sizes) + start, group * sum(sizes) + start + size)
+            for start, size in zip(starts, sizes, strict=True)
+            for group in groups
+        ]
+    )
