@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,13 +35,13 @@ def started(
     runs, and leaves files that it was not asked for.
     """
     process = subprocess.Popen(
-        ("env", *(f"{name}={value}" for name, value in environment.items()), *command),
+        command,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
         start_new_session=True,
-        preexec_fn=end_with_parent(),
+        preexec_fn=_prepared(environment),
     )
     try:
         yield process
@@ -67,12 +67,30 @@ def run_limited(
         with started(command, environment, output, grace_s, folder) as process:
             code = process.wait(seconds)
     except OSError as error:
-        return f"not started: {error.strerror}"
+        return f"not started: {error.filename}: {error.strerror}"
     except subprocess.TimeoutExpired:
         return f"cut after {seconds:.0f} s"
     if code < 0:
-        return f"crashed by {signal.Signals(-code).name}"
+        return f"crashed by {_signal_name(-code)}"
     return f"failed with {code}" if code else DONE
+
+
+def _prepared(environment: Mapping[str, str]) -> Callable[[], None]:
+    """What a child runs before its command: it sets its variables, and will end with this process."""
+    guard = end_with_parent()
+
+    def prepare() -> None:
+        for name, value in environment.items():
+            os.putenv(name, value)
+        if guard is not None:
+            guard()
+
+    return prepare
+
+
+def _signal_name(number: int) -> str:
+    """Those of real time have none."""
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

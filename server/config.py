@@ -23,7 +23,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cuda", "cpu")
 QUANTIZE = (
     "awq", "gptq", "compressed-tensors", "fp8", "int8", "int4", "eetq", "bitsandbytes-nf4", "bitsandbytes-fp4",
-    "bitsandbytes", "quark", "torchao",
+    "bitsandbytes", "mxfp4", "quark", "torchao",
 )  # fmt: skip
 # What other servers know by these names: why not, and what to do instead.
 QUANTIZE_REFUSED = {

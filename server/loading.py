@@ -24,7 +24,6 @@ from server.arch.stages import Stage, stages_of
 from server.backends import Backend, Device
 from server.backends.cpu.device import plan_threads
 from server.backends.cpu.memory import freed_at_once
-from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
 from server.checkpoint import formats
 from server.checkpoint.formats import Quantisation
@@ -113,7 +112,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         sharing = topology.settle(config.local_rank, config.num_sharing)  # before memory is taken and threads begin
     with freed_at_once():
         is_ours = families.has(hf_config)
-        loaded = _load_family(config, hf_config, choose) if is_ours else _load_fallback(config, hf_config)
+        loaded = _load_family(config, hf_config, choose) if is_ours else _load_fallback(config, hf_config, choose)
     model, device = loaded.model, loaded.backend.device
     threads, threads_reason = plan_threads(
         config.threads,
@@ -284,17 +283,26 @@ def _neighbours(
     return StageNeighbours(stage, shard, connections, device, dtype, width)
 
 
-def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
-    from server.model import fallback  # takes seconds to import, and hardly any server needs it
+def _load_fallback(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseBackend) -> Loaded:
+    from server.fallback import load as fallback  # takes seconds to import, and hardly any server needs it
 
-    fallback.refuse_settings(config, hf_config.get("model_type"))
-    device = backends.open_device(config.device, config.local_rank, config.num_sharing)
+    fallback.refuse_settings(config)
+    quantised = formats.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
+    shares = config.all_reduce == THROUGH_HOST
+    device = backends.open_device(config.device, config.local_rank, config.num_sharing, shares=shares)
     dtype, reason = choose_dtype(config.dtype, _open(config, hf_config)[1], device)
-    weights_path = None if config.random_weights else Path(config.weights_path)
-    model = fallback.load(Path(config.model_path), weights_path, dtype, device.torch_device)
-    log.warning("%s", model.warning)
-    backend = ReferenceBackend(device)
-    return Loaded(model, Shard(), backend, dtype, reason, "transformers' own model", "transformers runs the model")
+    backend = _backend(config, device, dtype, choose)
+    if config.stage_size > 1:
+        fallback.outlook(config, dtype)  # refuses before the ranks meet
+    shard = _connect(config, device)
+    model = fallback.Loader(config, backend, shard, dtype, quantised).load()
+    if shard.rank == 0:
+        log.warning("%s", model.warning)
+    is_batched = model.shares_prefixes
+    computes = f"transformers' own model, batched; {backend.description}" if is_batched else "transformers' own model"
+    return Loaded(
+        *(model, shard, backend, dtype, reason, computes, "transformers runs the model", quantised.description)
+    )
 
 
 def _open(

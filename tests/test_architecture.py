@@ -23,7 +23,7 @@ ROOMS = (
     "host",
     *("server.blocks", "server.pb", "server.arch", "server.quantisation", "server.ranks", "server.backends"),
     *("server.checkpoint", "server.offload", "server.prefix", "server.config", "server.link", "server.stepping"),
-    *("server.layers", "server.model", "server.quantize", "server"),
+    *("server.layers", "server.model", "server.fallback", "server.quantize", "server"),
     *("router.errors", "router.config", "router.text", "router.sandbox", "router.scheduling", "router.grammars"),
     *("router.shards", "router.accounts", "router.telemetry", "router.batching", "router.requests", "router.http"),
     *("router.chat", "router.apis", "router.jobs", "router"),
@@ -37,7 +37,7 @@ KNOWN = {
         *("router.accounts", "router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
         *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe"),
         *("server.arch", "server.quantisation.sizes", "router.scheduling.limits", "benchmark.cost"),  # to plan a launch
-        *("server.checkpoint.formats", "server.model.fallback"),  # to refuse what they do not serve
+        *("server.checkpoint.formats", "server.fallback"),  # to refuse what they do not serve
     },
     "launcher": {"launch", "router.config", "server.config"},
 }

@@ -18,7 +18,7 @@ from tests.test_architecture import sources
 # What runs between the arrival of a step and its results, on a GPU. A CPU's backend waits for nothing, and loading may.
 WATCHED = (
     "server.stepping.", "server.layers.", "server.model.", "server.backends.cuda.", "server.backends.reference.",
-    "server.ranks.collectives",
+    "server.ranks.collectives", "server.fallback.serial", "server.fallback.batched", "server.fallback.attention",
 )  # fmt: skip
 BY_VALUE = {"item", "tolist", "nonzero", "cpu", "numpy", "unique", "masked_select", "bincount", "is_nonzero"}
 REDUCTIONS = {"all", "any", "max", "min", "sum", "amax", "amin", "argmax", "equal", "allclose"}
@@ -44,8 +44,9 @@ ALLOWED = {
     ("server.backends.cuda.choice", "self._chosen[key] = …"): "a dict",
     ("server.backends.cuda.device", "self._numbers[function] = …"): "a dict",
     ("server.model.offloaded_kv", "self._reads[window] = …"): "a dict",
-    ("server.model.fallback", "wanted['logits_to_keep'] = …"): "a dict",
-    ("server.model.fallback", "torch.tensor([prompt], device=self._model.device)"): "a model that is not captured",
+    ("server.fallback.serial", "wanted['logits_to_keep'] = …"): "a dict",
+    ("server.fallback.serial", "torch.tensor([prompt], device=self._model.device)"): "a model that is not captured",
+    ("server.fallback.attention", "layer.module.__dict__[LAYER] = …"): "a dict",
     ("server.backends.reference.linear", "ends.tolist()"): "experts in a format that is not captured",
     ("server.backends.reference.attention", "torch.tensor(scores.slopes, device=distance.device)"): "is not captured",
     ("server.backends.cuda.kernels.common", "torch.tensor(scores.slopes, device=device)"): "once, before any capture",

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from benchmark import launch, options
 from benchmark.cost import shapes
@@ -21,13 +22,13 @@ from benchmark.cost.devices import Probe, describe
 from benchmark.cost.shapes import NamedShape
 from benchmark.process import DONE, run_limited
 from benchmark.race import limits
-from benchmark.race.cells import FORMATS, SERVED, Cell, Entry, Records, cells_of, entry
-from benchmark.race.course import Course, Folders, Settings
+from benchmark.race.cells import FORMATS, SERVED, Cell, Entry, Records, Setup, cells_of, entry
+from benchmark.race.course import Course, Folders, Settings, why
 from benchmark.race.limits import Limits
 from benchmark.race.report import markdown
 from benchmark.race.systems import LlamaCpp, Lockstep, OpenVino, System, Vllm
 from benchmark.report.publishing import published
-from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
+from benchmark.result import BenchError, Result, RunContext, arguments_of, commit, hardware, prepare_output, table
 from benchmark.terminal import Stage, shown, words
 from host import cpu_kinds
 from host.topology import allowed_cpus, physical_cores
@@ -39,6 +40,10 @@ SYSTEMS = ("lockstep", "llama.cpp", "ik_llama.cpp", "openvino", "vllm")
 VERSION_SECONDS = 120.0
 START_SECONDS = 15.0  # of a system, about, until it computes
 OVER_LIMIT = 3.0  # times as long as its limit, about, a step takes
+VERSION_BYTES = 2**20  # at most, of what a system says of its version
+EXAMPLE = """\
+The default takes hours; --plan says how many. A few minutes:
+lockstep-bench race --output race --shape tinyllama-1.1b=100x1 --format int4 --served -d 16"""
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -46,6 +51,7 @@ OVER_LIMIT = 3.0  # times as long as its limit, about, a step takes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
+    parser.epilog = EXAMPLE
     who = parser.add_argument_group("systems (default: those found on PATH)")
     who.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="who takes part, if it is there")
     who.add_argument("--llama-cpp", type=Path, metavar="DIR", help="its source, built in build/bin, or its programs")
@@ -85,10 +91,11 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     named, steps, served = _named(args)
     log = args.output.resolve() / "log.txt"
-    systems, notes = _present(args, log)
-    if not systems:
+    found, notes = _present(args)
+    if not found:
         raise BenchError(f"nobody takes part: {' '.join(notes[1:])}")
-    records = Records(args.output / "race.jsonl")
+    systems = [system for system, _ in found]
+    records = _records(args, {system.name: version for system, version in found})
     if args.retry:
         records.forget_problems()
     known = {system.name: tuple(system.formats) for system in systems}
@@ -99,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     gauges, missing = _gauges()
     floors = Limits({name: shape for name, (shape, _) in named.items()})
     if args.plan:
-        print("\n\n".join([_plan(cells, floors, gauges, args), "\n".join(f"- {note}" for note in notes)]))
+        about = "\n".join(f"- {note}" for note in [*PLAN_NOTES, *notes])
+        print("\n\n".join([_plan(cells, floors, gauges, args), about]))
         return 0
     folders = Folders(_models(args), log, {name: where for name, (_, where) in named.items()})
     settings = Settings(args.limit, args.runs, _threads(), keep_models=not args.discard_models)
@@ -130,6 +138,17 @@ def _check(args: argparse.Namespace) -> None:
         cpu_kinds.check(args.cpu_kernels or cpu_kinds.AUTO)
     except ValueError as error:
         raise BenchError(f"--cpu-kernels is {args.cpu_kernels}: {error}") from None
+
+
+def _records(args: argparse.Namespace, versions: Mapping[str, str]) -> Records:
+    """What the file has of this processor, these versions and settings. What else it has is counted, and run again."""
+    machine = hardware("cpu")
+    setup = Setup(f"{machine['cpu']}, {machine['cores']}", _threads(), args.runs)
+    records = Records(args.output / "race.jsonl", setup, versions)
+    if records.num_others:
+        what = f"{records.num_others} cells in race.jsonl are of another processor, version, commit or --runs"
+        print(f"{what}: they are not shown, and run again where this race has them", file=sys.stderr)
+    return records
 
 
 def _make_models(course: Course, cells: Sequence[Cell]) -> None:
@@ -172,23 +191,40 @@ def _threads() -> int:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a system is looked for. place: what the user says, or what was found; None: nothing was."""
+    """Where a system is looked for. given: by the user; found: on PATH; remedy: what to do where it is not there."""
 
-    option: str
-    place: Path | None
+    given: Path | None
+    found: Path | None
     system: Callable[[Path], System]
+    remedy: str = ""
 
 
 def _seats(args: argparse.Namespace) -> dict[str, Seat]:
     compressor = args.llm_compressor and args.llm_compressor.absolute()
-    llama = args.llama_cpp or _beside("llama-batched-bench")
+    beside = _beside("llama-batched-bench")
+    llama = args.llama_cpp or beside
+
+    def ik_llama(folder: Path) -> System:
+        return _ik_llama(folder, llama)
+
+    def vllm(python: Path) -> System:
+        return Vllm(python, compressor or python)
+
     return {
-        "lockstep": Seat("", Path(), lambda _: Lockstep(args.cpu_kernels)),
-        "llama.cpp": Seat("--llama-cpp", llama, _llama),
-        "ik_llama.cpp": Seat("--ik-llama-cpp", args.ik_llama_cpp, lambda folder: _ik_llama(folder, llama)),
-        "openvino": Seat("--openvino", args.openvino or _python_of("optimum-cli"), OpenVino),
-        "vllm": Seat("--vllm", args.vllm or _python_of("vllm"), lambda python: Vllm(python, compressor or python)),
+        "lockstep": Seat(None, Path(), lambda _: Lockstep(args.cpu_kernels)),
+        "llama.cpp": Seat(args.llama_cpp, beside, _llama, REMEDIES["llama.cpp"]),
+        "ik_llama.cpp": Seat(args.ik_llama_cpp, None, ik_llama, REMEDIES["ik_llama.cpp"]),
+        "openvino": Seat(args.openvino, _python_of("optimum-cli"), OpenVino, REMEDIES["openvino"]),
+        "vllm": Seat(args.vllm, _python_of("vllm"), vllm, REMEDIES["vllm"]),
     }
+
+
+REMEDIES = {
+    "llama.cpp": "no llama-batched-bench on PATH: give --llama-cpp DIR (source built in build/bin)",
+    "ik_llama.cpp": "give --ik-llama-cpp DIR (source built in build/bin)",
+    "openvino": "no optimum-cli on PATH: give --openvino PYTHON (pip install openvino-genai optimum-intel)",
+    "vllm": "no vllm on PATH: give --vllm PYTHON (vLLM for CPUs; for int8 and int4 pip install llmcompressor)",
+}
 
 
 def _llama(folder: Path) -> LlamaCpp:
@@ -211,46 +247,53 @@ def _python_of(program: str) -> Path | None:
     return python if python is not None and python.exists() else None
 
 
-def _present(args: argparse.Namespace, log: Path) -> tuple[list[System], list[str]]:
-    """The systems that answer, and a line about each of the others; the lines begin with the processor's."""
-    systems, lines = [], [_processor()]
+def _present(args: argparse.Namespace) -> tuple[list[tuple[System, str]], list[str]]:
+    """The systems that answer, with their versions, and a line about each of the others; the first is of the kernels.
+
+    Raises BenchError where one that the user has named does not answer.
+    """
+    systems, lines = [], [_kernels()]
     for name, seat in _seats(args).items():
         if name not in args.systems:
             continue
-        if seat.place is None:
-            lines.append(f"{name} is not here: give {seat.option}.")
+        place = seat.given or seat.found
+        if place is None:
+            lines.append(f"{name}: {seat.remedy}.")
             continue
-        system = seat.system(seat.place.absolute())
-        version, problem = _version(system, log)
-        if problem:
-            lines.append(f"{name} does not take part: {problem}.")
-        else:
-            systems.append(system)
-            lines.append(f"{name}: {version}.")
+        system = seat.system(place.absolute())
+        try:
+            version = _version(system, args.output.resolve())
+        except BenchError as error:
+            if seat.given is not None:
+                raise BenchError(f"{name} at {seat.given} cannot be used: {error}") from None
+            lines.append(f"{name} does not take part: {error}.")
+            continue
+        systems.append((system, version))
+        lines.append(f"{system.name}: {version}.")
     return systems, lines
 
 
-def _version(system: System, log: Path) -> tuple[str, str]:
-    """What a system says of its version, or why it does not."""
-    try:
-        command = system.version()
-    except BenchError as error:
-        return "", str(error)
-    with log.open("ab") as file:
-        start = log.stat().st_size
-        folder = command.folder or log.parent
-        word = run_limited(command.arguments, command.environment, file.fileno(), VERSION_SECONDS, folder=folder)
-    printed = log.read_bytes()[start:].decode(errors="replace").splitlines()
-    said = [line.strip() for line in printed if line.strip()] or ["it says nothing"]
+def _version(system: System, folder: Path) -> str:
+    """What a system says of its version; of Lockstep with the commit. Raises BenchError where it does not."""
+    command = system.version()
+    with TemporaryFile() as file:
+        where = command.folder or folder
+        word = run_limited(command.arguments, command.environment, file.fileno(), VERSION_SECONDS, folder=where)
+        file.seek(0)
+        printed = file.read(VERSION_BYTES).decode(errors="replace")
+    if word != DONE:
+        raise BenchError(": ".join(part for part in (word, why(printed)) if part))
+    said = [line.strip() for line in printed.splitlines() if line.strip()] or ["it says nothing"]
     line = next((line for line in said if "version" in line.lower()), said[-1])
-    return (line, "") if word == DONE else ("", f"{word}: {said[-1][:160]}")
+    return f"{line}, commit {commit() or 'unknown'}" if isinstance(system, Lockstep) else line
 
 
-def _processor() -> str:
-    """Its kind, of which more can be done in an instruction the further left it stands."""
+def _kernels() -> str:
+    """Those of this processor, and the others that Lockstep has."""
     kinds = cpu_kinds.kinds_of(platform.machine())
-    kind = next((kind.name for kind in kinds if kind.why_not() is None), "none of them")
-    return f"Processor: {kind}, of {', '.join(kind.name for kind in kinds)}; {_threads()} threads each."
+    own = next((kind.name for kind in kinds if kind.why_not() is None), "none")
+    others = ", ".join(kind.name for kind in kinds if kind.name != own)
+    return f"Kernels: {own} (Lockstep also has {others}); {_threads()} threads each."
 
 
 # ------------------------------------------------------------------------------------------------------ limits and time
@@ -273,6 +316,12 @@ def _seconds(cell: Cell, floors: Limits, gauges: Mapping[str, Probe], args: argp
     requests = 2 if cell.kind == SERVED else 1.5 * args.runs
     whole = prefill.floor_ms(ceilings) + cell.decode_length * decode.floor_ms(ceilings)
     return min(float(args.limit), START_SECONDS + requests * OVER_LIMIT * whole / 1000)
+
+
+PLAN_NOTES = (
+    "A cell is one system at one size. Steps: batches without a server; served: clients over HTTP.",
+    f"About: {OVER_LIMIT:g} times the least that the machine needs as measured just now, so it varies with its load.",
+)
 
 
 def _plan(cells: Sequence[Cell], floors: Limits, gauges: Mapping[str, Probe], args: argparse.Namespace) -> str:

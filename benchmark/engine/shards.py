@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import itertools
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from benchmark.cost.devices import DataSheet, Gauge, Probe, known
 from benchmark.cost.roofline import ServedModel
 from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
 from benchmark.result import BenchError, SampleSummary, table
+from benchmark.terminal import words
 from router.scheduling.request import Sampling, ValidRequest
 from router.shards.client import ModelInfo, OperatorTime, ShardedClient, ShardError, Shards, StepReply, StepRequest
 from router.shards.wire import new_sequence, step_request
@@ -85,8 +87,11 @@ def target_for(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[Measu
     if args.shard_uds_path is not None:
         yield _running(args)
         return
-    with model_for(args) as model, running_server([*launch_flags(args, model), *flags]) as server:
-        yield MeasuredShards(server.sockets, model.name, shape_of(model.location), model.location, server)
+    with model_for(args) as model:
+        print(f"starting a server, which loads or makes the weights of {model.name}", file=sys.stderr, flush=True)
+        with running_server([*launch_flags(args, model), *flags]) as server:
+            print(f"the server is ready after {words(server.startup.ready_s)}", file=sys.stderr, flush=True)
+            yield MeasuredShards(server.sockets, model.name, shape_of(model.location), model.location, server)
 
 
 def _running(args: argparse.Namespace) -> MeasuredShards:

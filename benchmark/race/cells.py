@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from benchmark import options
 from benchmark.result import BenchError
@@ -37,7 +38,7 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-KNOWN = {name: name for name in FORMATS}
+T = TypeVar("T")
 
 
 class Size(NamedTuple):
@@ -122,21 +123,39 @@ MODEL = ("shape", "format", "system")  # fields of cells that have the same mode
 AMOUNTS = ("prompt_tokens", "batch_size", "decode_length")
 
 
-class Records:
-    """What came of the cells that have ended, kept in a file. A record is a cell's fields with its figures, or with
-    `problem`: why there are none."""
+FIGURES = {STEPS: ("prefill_ms", "decode_ms"), SERVED: ("tokens_per_second", "ttft_ms", "gap_ms", "gap_p99_ms")}
 
-    def __init__(self, path: Path) -> None:
-        """Read the file, where there is one. Raises BenchError."""
-        self._path = path
-        self.all: dict[Cell, dict[str, Any]] = dict(_read(path)) if path.exists() else {}
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the figures of all cells besides what these say themselves."""
+
+    processor: str
+    threads: int
+    runs: int
+
+
+class Records:
+    """What came of the cells that have ended, kept in a file. A record is a cell's fields, the setup and the system's
+    version, with figures, or with `problem`: why there are none. Those of another setup or version do not count."""
+
+    def __init__(self, path: Path, setup: Setup, versions: Mapping[str, str]) -> None:
+        """Read the file, where there is one. versions: of the systems that take part. Raises BenchError."""
+        self._path, self._setup, self._versions = path, setup, versions
+        found = list(_read(path)) if path.exists() else []
+        self.all: dict[Cell, dict[str, Any]] = {cell: record for cell, record in found if self._counts(cell, record)}
+        self.num_others = len({cell for cell, _ in found} - self.all.keys())  # that were found, and do not count
+
+    def _counts(self, cell: Cell, record: Mapping[str, Any]) -> bool:
+        version = self._versions.get(cell.system, record["version"])
+        return _typed(Setup, record) == self._setup and record["version"] == version
 
     def __contains__(self, cell: Cell) -> bool:
         return cell in self.all
 
     def add(self, cell: Cell, found: Mapping[str, Any]) -> None:
         """Keep what came of a cell: on the disk when this returns. Raises BenchError."""
-        record = {**asdict(cell), **found}
+        record = {**asdict(cell), **asdict(self._setup), "version": self._versions[cell.system], **found}
         self.all[cell] = record
         try:
             with self._path.open("a") as file:
@@ -164,13 +183,38 @@ class Records:
 
 
 def _read(path: Path) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    names = [field.name for field in fields(Cell)]
     for number, line in enumerate(_whole_lines(path), 1):
         try:
             record = json.loads(line)
-            yield Cell(**{name: record[name] for name in names} | {"format": KNOWN[record["format"]]}), record
+            _check(record)
+            yield _typed(Cell, record), record
         except (ValueError, KeyError, TypeError):
             raise BenchError(f"{path}, line {number} is not of a race: mend it, or give another --output") from None
+
+
+def _check(record: Mapping[str, Any]) -> None:
+    """Raises ValueError, KeyError or TypeError where a record lacks anything, or has what no record has."""
+    _typed(Setup, record)
+    figures = () if "problem" in record else FIGURES[record["kind"]]
+    numbers = [value for value in record.values() if isinstance(value, int | float)]
+    texts = [record["version"], record.get("problem", ""), FORMATS[record["format"]] and record["format"]]
+    if not all(isinstance(record[name], int | float) for name in figures) or not all(map(_is_figure, numbers)):
+        raise ValueError
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError
+
+
+def _is_figure(value: float) -> bool:
+    return 0 <= value <= sys.float_info.max
+
+
+def _typed(kind: type[T], record: Mapping[str, Any]) -> T:
+    """The fields of a dataclass, each a text or a whole number. Raises KeyError and TypeError."""
+    values = {field.name: record[field.name] for field in fields(kind)}  # type: ignore[arg-type]
+    kinds = {field.name: {"str": str, "int": int}[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+    if any(type(value) is not kinds[name] for name, value in values.items()):
+        raise TypeError
+    return kind(**values)
 
 
 def _whole_lines(path: Path) -> list[str]:

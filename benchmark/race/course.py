@@ -2,7 +2,8 @@
 
 Nothing runs beside anything else. What a cell's commands print goes into one log as it comes, and what came of the cell
 into the records as soon as it has ended; a cell that fails, hangs or crashes costs its own time. Ceilings are measured
-right before and right after a cell, and the better of both counts, because bandwidth drifts.
+right before and right after a cell, and the better of both counts; of reads the best of all cells so far, for they do
+not depend on what is multiplied, and a shared machine shows its bandwidth at times only.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
 from benchmark.cost.devices import Gauge
-from benchmark.process import DONE, last_line, run_limited, started
+from benchmark.process import DONE, run_limited, started
 from benchmark.race.cells import SERVED, Cell, Records
 from benchmark.race.limits import Limits
-from benchmark.race.systems import Command, System, Task, load_generator, ours, rows_of
+from benchmark.race.systems import Command, System, Task, finished, load_generator, ours, rows_of
 from benchmark.result import BenchError
 from benchmark.terminal import Progress
 
@@ -34,8 +37,10 @@ MOST_LETTERS = 160
 POLL_S = 0.5
 TELLING = ("error", "not supported", "unsupported", "failed to")
 SOURCE = "transformers"  # the folder of a shape's model as that library writes it
+UNFINISHED = f"{SOURCE}.partial"
 RAISED = re.compile(r"\b\w*(?:Error|Exception): \S.*")
 WEIGHTS = (".gguf", ".safetensors", ".bin")
+FAILURES = (ArithmeticError, HTTPException, OSError, ValueError)  # by which a cell's commands, answers and files fail
 
 
 class UnmadeError(BenchError):
@@ -82,6 +87,7 @@ class Course:
         self._records = records
         self._limits = limits
         self._gauges = gauges
+        self._read = 0.0  # bytes a second
         self._folders = folders
         self._log = folders.log
         self._settings = settings
@@ -109,6 +115,8 @@ class Course:
             return {"problem": str(error), "cut": True}
         except BenchError as error:
             return {"problem": str(error)}
+        except FAILURES as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
 
     def _measured(self, cell: Cell) -> dict[str, Any]:
         system = self._systems[cell.system]
@@ -122,19 +130,21 @@ class Course:
         if gauge is None or before is None:
             return found
         ceilings = before.best_of(gauge.measure())
-        return {**found, **self._limits.figures(cell, stored, ceilings)}
+        self._read = max(self._read, ceilings.bytes_per_second)
+        return {**found, **self._limits.figures(cell, stored, replace(ceilings, bytes_per_second=self._read))}
 
     def make_model(self, cell: Cell) -> tuple[Path, Path]:
         """The model of a cell as transformers has it, and as its system does, made where they are not there yet.
 
         Raises UnmadeError.
         """
-        folder = self._folders.models / cell.shape / cell.system
+        system = self._systems[cell.system]
+        folder = self._folders.models / cell.shape / system.models_of
         run = partial(self._run, seconds=MAKE_SECONDS)
         try:
             source = self._source(cell.shape)
-            return source, self._systems[cell.system].make_model(source, folder, cell.format, run)
-        except BenchError as error:
+            return source, system.make_model(source, folder, cell.format, run)
+        except (BenchError, OSError) as error:
             raise UnmadeError(f"no model: {error}") from None
 
     def _timed(self, system: System, task: Task) -> dict[str, Any]:
@@ -146,31 +156,28 @@ class Course:
         until = time.monotonic() + self._settings.seconds
         with self._log.open("ab") as file:
             start = self._begin(file.fileno(), command)
-            try:
-                folder = command.folder or self._log.parent
-                with started(command.arguments, command.environment, file.fileno(), folder=folder) as server:
-                    while not answers(task.port):
-                        if server.poll() is not None:
-                            raise BenchError(f"its server ended: {self._last_words(start)}")
-                        if time.monotonic() > until:
-                            raise CutError(f"its server was not ready after {self._settings.seconds:.0f} s")
-                        time.sleep(POLL_S)
-                    requests = max(LEAST_REQUESTS, 2 * task.cell.batch_size)
-                    printed = self._run(load_generator(task, requests, system.api), until - time.monotonic())
-            except OSError as error:
-                raise BenchError(f"its server did not start: {error.strerror}") from None
+            folder = command.folder or self._log.parent
+            with started(command.arguments, command.environment, file.fileno(), folder=folder) as server:
+                while not answers(task.port):
+                    if server.poll() is not None:
+                        raise BenchError(f"its server ended: {self._last_words(start)}")
+                    if time.monotonic() > until:
+                        raise CutError(f"its server was not ready after {self._settings.seconds:.0f} s")
+                    time.sleep(POLL_S)
+                requests = max(LEAST_REQUESTS, 2 * task.cell.batch_size)
+                printed = self._run(load_generator(task, requests, system.api), until - time.monotonic())
         return served_figures(printed)
 
     def _source(self, shape: str) -> Path:
         """The model as transformers has it, made where it is not there yet."""
         folder = self._folders.models / shape / SOURCE
         if not folder.exists():
-            unfinished = folder.with_name(f"{SOURCE}.partial")
+            unfinished = folder.with_name(UNFINISHED)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.parent.mkdir(parents=True, exist_ok=True)
             make = ours("-m", "benchmark.race.model", self._folders.shapes[shape], str(unfinished))
             self._run(make, MAKE_SECONDS)
-            unfinished.rename(folder)
+            finished(unfinished, folder)
         return folder
 
     def _run(self, command: Command, seconds: float) -> str:
@@ -198,22 +205,26 @@ class Course:
             return file.read().decode(errors="replace")
 
     def _last_words(self, start: int) -> str:
-        """Why a command failed, as it says: Python's last exception with a message, else the first line that speaks
-        of an error, which the others follow from, else the last line."""
-        printed = self._printed(start)
-        lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        telling = [line for line in lines if any(word in line.lower() for word in TELLING)]
-        found = RAISED.findall(printed)[-1:] or telling or [last_line(self._log, start)]
-        return str(found[0])[:MOST_LETTERS]
+        return why(self._printed(start))
 
     def _discard(self, cell: Cell, later: Sequence[Cell]) -> None:
-        """Remove the models that no later cell needs."""
-        if not any(other.shape == cell.shape for other in later):
-            shutil.rmtree(self._folders.models / cell.shape, ignore_errors=True)
-        elif not any((other.shape, other.format) == (cell.shape, cell.format) for other in later):
-            for made in (self._folders.models / cell.shape).iterdir():
-                if made.name != SOURCE:
-                    shutil.rmtree(made, ignore_errors=True)
+        """Remove the models that no later cell needs, and nothing that somebody else has put beside them."""
+        formats = {other.format for other in later if other.shape == cell.shape}
+        made = set() if cell.format in formats else {system.models_of for system in self._systems.values()}
+        folder = self._folders.models / cell.shape
+        for name in made if formats else made | {SOURCE, UNFINISHED}:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        with suppress(OSError):  # it is not empty, or no folder
+            folder.rmdir()
+
+
+def why(printed: str) -> str:
+    """Why a command failed, as it says: Python's last exception with a message, else the first line that speaks of an
+    error, which the others follow from, else the last line."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    telling = [line for line in lines if any(word in line.lower() for word in TELLING)]
+    found = RAISED.findall(printed)[-1:] or telling or lines[-1:] or [""]
+    return str(found[0])[:MOST_LETTERS]
 
 
 def stored_bytes(model: Path) -> int:

@@ -7,6 +7,7 @@ them prints and cannot be read raises BenchError. Left out: when what runs, and 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -66,6 +67,10 @@ class System(Protocol):
     def name(self) -> str: ...
 
     @property
+    def models_of(self) -> str:
+        """The name of the system whose models it runs: its own, or that of another that makes them."""
+
+    @property
     def formats(self) -> Mapping[str, str]:
         """What it calls those of `cells.FORMATS` that it has."""
 
@@ -104,6 +109,11 @@ class Lockstep:
     def name(self) -> str:
         """With the kernels where the user has chosen them, so that two choices can be in one race."""
         return f"Lockstep ({self.kernels})" if self.kernels else "Lockstep"
+
+    @property
+    def models_of(self) -> str:
+        """It makes none."""
+        return self.name
 
     def version(self) -> Command:
         """The launcher's."""
@@ -197,12 +207,12 @@ def last_object(printed: str) -> Mapping[str, Any]:
 
 
 def _positive(found: Mapping[Any, Any], *names: str) -> float:
-    """A figure within objects. Raises BenchError where there is none above 0."""
+    """A figure within objects. Raises BenchError where there is no finite one above 0."""
     value: Any = found
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
-    if not isinstance(value, int | float) or not value > 0:
-        raise BenchError(f"its output has no {' '.join(names)} above 0")
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise BenchError(f"its output has no finite {' '.join(names)} above 0")
     return float(value)
 
 
@@ -223,6 +233,11 @@ class LlamaCpp:
         default_factory=lambda: {"bf16": "BF16", "f16": "F16", "int8": "Q8_0", "int4": "Q4_0", "q4_k_m": "Q4_K_M"}
     )
 
+    @property
+    def models_of(self) -> str:
+        """The maker's."""
+        return self.maker.name if self.maker is not None else self.name
+
     def version(self) -> Command:
         """The benchmark's."""
         return Command((self._tool("llama-batched-bench"), "--version"))
@@ -230,7 +245,7 @@ class LlamaCpp:
     def make_model(self, source: Path, folder: Path, format: str, run: Run) -> Path:
         """A file that its converter wrote, for other formats than 16 bits quantised by its own tool."""
         if self.maker is not None:
-            return self.maker.make_model(source, folder.with_name(self.maker.name), format, run)
+            return self.maker.make_model(source, folder, format, run)
         name, dense = self.formats[format], FORMATS[format].bits == 16
         path = folder / f"{name}.gguf"
         if path.exists():
@@ -243,7 +258,7 @@ class LlamaCpp:
         else:
             whole = self.make_model(source, folder, "bf16", run)
             run(Command((self._tool("llama-quantize"), str(whole), str(partial), name)))
-        return partial.rename(path)
+        return finished(partial, path)
 
     def steps(self, task: Task) -> Command:
         """One sequence to warm up, then the batch as often as it is wanted."""
@@ -310,7 +325,7 @@ def batched_bench_times(printed: str, cell: Cell) -> Times:
 
 
 def _above_0(times: Times) -> Times:
-    """The times. Raises BenchError where one is not above 0."""
+    """The times. Raises BenchError where one is not finite and above 0."""
     return {name: _positive(times, name) for name in times}
 
 
@@ -325,6 +340,11 @@ class OpenVino:
     name: str = "OpenVINO"
     api: str = ""
     formats: Mapping[str, str] = field(default_factory=lambda: {"bf16": "fp16", "int8": "int8", "int4": "int4"})
+
+    @property
+    def models_of(self) -> str:
+        """Its own."""
+        return self.name
 
     def version(self) -> Command:
         """That of the package."""
@@ -363,6 +383,11 @@ class Vllm:
     name: str = "vLLM"
     api: str = "openai"
     formats: Mapping[str, str] = field(default_factory=lambda: {"bf16": DTYPE, "int8": "W8A8", "int4": "W4A16"})
+
+    @property
+    def models_of(self) -> str:
+        """Its own."""
+        return self.name
 
     def version(self) -> Command:
         """That of the package."""
@@ -430,8 +455,15 @@ def _made(folder: Path, make: Callable[[Path], None]) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
         make(partial)
-        partial.rename(folder)
+        finished(partial, folder)
     return folder
+
+
+def finished(partial: Path, whole: Path) -> Path:
+    """What a command has written, by the name that it has from now on. Raises BenchError where it wrote nothing."""
+    if not partial.exists():
+        raise BenchError(f"its command ended without an error, but wrote no {partial}")
+    return partial.rename(whole)
 
 
 def _python_steps(python: Path, engine: str, task: Task, environment: Mapping[str, str]) -> Command:

@@ -141,7 +141,7 @@ def _of_fallback(
     """What a model takes that transformers runs, of which the KV cache is its own."""
     import torch
 
-    from server.model import fallback  # which takes seconds
+    from server.fallback import load as fallback  # which takes seconds
 
     layout = placement.layout
     shard = ShardConfig(
@@ -149,12 +149,11 @@ def _of_fallback(
         stage_sockets=("",) * layout.num_stages,
         **settings.pick(ShardConfig),
     )
-    attempt(lambda: fallback.refuse_settings(shard, hf_config.get("model_type")), report)
     dtype, reason = _dtype(settings, placement, shapes.published_dtype(hf_config))
-    model = attempt(lambda: fallback.load(folder, None, getattr(torch, dtype), torch.device("meta")), report)
+    model = attempt(lambda: fallback.outlook(shard, getattr(torch, dtype)), report)
     if model is None:
         return None
-    has_encoder = model.decoder_start is not None
+    has_encoder = model.has_encoder
     lengths = attempt(lambda: derive_lengths(limits, model.max_positions, has_encoder=has_encoder), report)
     return Estimate(
         *(model.num_parameters, model.nbytes, DENSE, dtype, reason, None, None, lengths, 0),

@@ -7,8 +7,6 @@ between families is in the spec, what differs between devices in the backend; th
   whole, in the step that admits it, because it is bidirectional. Keys and values for each decoder layer go into the
   same paged cache, under a second run of blocks. Its tokens count in every limit as those of any prompt; the decoder
   then starts from one token of its own.
-* **Fallback** (`fallback.py`): an architecture without a family runs through the model of `transformers`, behind the
-  same engine, one sequence at a time, with a cache of its own.
 * **Streaming** (`streamed.py`, `offloaded_kv.py`): the layers or blocks that have no room on the device come for the
   time in which they are computed with. What a layer computes does not change, so tokens do not either.
 """

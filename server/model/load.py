@@ -128,7 +128,10 @@ class StackLoader:
         )
 
     def _attention_of(self, layer: int) -> Attention | None:
-        """Layers share theirs, but for those with sinks, or scales of keys and values in the checkpoint; None: none."""
+        """All layers share theirs, but for those that have sinks, or scales of keys and values in the checkpoint.
+
+        None: the layer does not attend.
+        """
         if self.spec.layers[layer].recurrence is not None:
             return None
         weights, scores, cache = self.weights.of_layer(layer), self._scores, self.cache

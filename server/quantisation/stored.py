@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.quantisation.packing import Codes, joined_outputs, unpacked
+from server.quantisation.packing import Codes, PackedCodes, joined_outputs, unpacked
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,15 @@ def rows_taken_apart(weight: Stored) -> Stored:
     if isinstance(weight, Tensor):
         return _taken_apart(weight)
     zero = None if weight.zero is None else _taken_apart(weight.zero)
-    return replace(weight, held=_taken_apart(weight.codes), scale=_taken_apart(weight.scale), zero=zero)
+    return replace(weight, held=_codes_taken_apart(weight.held), scale=_taken_apart(weight.scale), zero=zero)
+
+
+def _codes_taken_apart(held: Codes) -> Codes:
+    """Words of inputs stay packed."""
+    if isinstance(held, PackedCodes) and held.places is None and len(held.parts) == 1:
+        (words,) = held.parts
+        return replace(held, parts=(words[:, ::2], words[:, 1::2]))
+    return _taken_apart(unpacked(held))
 
 
 def _taken_apart(rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -42,11 +42,20 @@ class KVShape:
     dtype: torch.dtype  # that the model computes in
     is_paged: bool = True  # False: the model keeps a cache of its own, of about this size
     format: KvFormat = AS_COMPUTED
+    sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
     states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer, 0 where it attends; empty: all attend
+
+    @property
+    def layers(self) -> Sequence[KVShape]:
+        """The same of each layer alone."""
+        sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
+        return [replace(self, num_layers=1, num_kv_heads=k, head_dim=h, sizes=(), states=()) for k, h in sizes]
 
     @property
     def bytes_per_token(self) -> int:
         """Key and value, all layers."""
+        if self.sizes:
+            return sum(layer.bytes_per_token for layer in self.layers)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
         return 2 * self.num_layers * self.num_kv_heads * row_bytes
 
@@ -62,11 +71,11 @@ class KVShape:
 
     @property
     def layer_block_bytes(self) -> int:
-        """Keys and values of a block's tokens, one layer."""
+        """Keys and values of a block's tokens, one layer of several that are alike."""
         return self.bytes_per_block // self.num_layers
 
     def size_of(self, blocks: int) -> tuple[int, ...]:
-        """The tensor of so many blocks: [2, blocks, kv_heads, block_size, width]; the width is the format's."""
+        """The tensor of so many blocks of a layer: [2, blocks, kv_heads, block_size, width], the format's width."""
         return (2, blocks, self.num_kv_heads, BLOCK_SIZE, self.format.width(self.head_dim))
 
 
@@ -103,7 +112,8 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     """
     if not shape.is_paged:
         return []
-    return [device.empty_kv(shape.size_of(blocks), shape.format.stored(shape.dtype)) for _ in range(shape.num_layers)]
+    stored = shape.format.stored(shape.dtype)
+    return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
 
 
 def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Tensor]:

@@ -150,8 +150,8 @@ class Engine:
 
     def _block_parts(self) -> list[Tensor]:
         """Views of the KV cache [B, n], row b of each being of block b."""
-        shape = self.kv_shape
-        parts = [self.backend.block_parts(kv, shape.format, shape.head_dim) for kv in self._kv_caches]
+        layers = zip(self._kv_caches, self.kv_shape.layers, strict=True)
+        parts = [self.backend.block_parts(kv, layer.format, layer.head_dim) for kv, layer in layers]
         return [part for of_layer in parts for part in of_layer]
 
     @property
@@ -409,7 +409,7 @@ def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
 
 
 class Model(Protocol):
-    """What an engine runs: a `Transformer`, or a model of another library (`server/model/fallback.py`)."""
+    """What an engine runs: a `Transformer`, or a model of another library (`server/fallback/`)."""
 
     @property
     def kv_placement(self) -> KvPlacement:

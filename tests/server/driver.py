@@ -24,7 +24,9 @@ from server.backends.protocol import Computation
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint import formats
+from server.checkpoint.formats import Quantisation
 from server.checkpoint.weights import Checkpoint, Weights
+from server.config import ShardConfig
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
@@ -32,7 +34,7 @@ from server.pb import generate_pb2 as pb
 from server.quantisation.kv import KV_FORMATS
 from server.ranks.collectives import Shard
 from server.stepping.cache import KvPlacement
-from server.stepping.engine import Engine
+from server.stepping.engine import Engine, Model
 from server.stepping.pipeline import StageConnections, StageNeighbours
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
@@ -91,8 +93,15 @@ def load_engine(
     if backend is None:
         backend = ReferenceBackend(CpuDevice()) if kernels is None else CpuBackend(kernels, dtype)
     hf_config = json.loads((folder / "config.json").read_text())
-    family, spec = families.find(hf_config)
     stored = formats.choose(quantise, folder, hf_config, quantise_head)
+    if not families.has(hf_config):
+        engine = Engine(
+            _fallback(folder, shard, dtype, backend, stored, kv_cache),
+            *(shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), "transformers runs the model"),
+        )
+        engine.allocate(tokens, total_tokens=total_tokens or tokens)
+        return engine
+    family, spec = families.find(hf_config)
     weights = Weights.open(
         Checkpoint(folder),
         family.names,
@@ -124,6 +133,18 @@ def load_engine(
         fraction=1.0,
     )
     return engine
+
+
+def _fallback(
+    folder: Path, shard: Shard, dtype: torch.dtype, backend: Backend, stored: Quantisation, kv_cache: str
+) -> Model:
+    """A model without a family."""
+    from server.fallback.load import Loader  # takes seconds
+
+    places = {"model_path": str(folder), "weights_path": str(folder), "socket_path": "", "rendezvous": ""}
+    ranks = {"rank": shard.rank, "world_size": shard.world_size}
+    config = ShardConfig(**places, **ranks, quantize=stored.name, kv_cache_dtype=kv_cache)
+    return Loader(config, backend, shard, dtype, stored).load()
 
 
 class Repeating:

@@ -390,12 +390,7 @@ def float4_codes(tensors: Tensors, suffix: str, part: Part) -> Tensor:
     (first, last), inside = covering(part.columns, 2, inputs)
     shape = (outputs, -(-inputs // 2))
     pairs = tensors.read_box(suffix, shape, (torch.uint8,), part.rows, [(first // 2, -(-last // 2))])
-    return of_pairs(pairs)[:, inside].contiguous()
-
-
-def of_pairs(pairs: Tensor) -> Tensor:
-    """Codes [F, 2 n] of bytes [F, n], the former of two in the lower bits."""
-    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+    return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)[:, inside].contiguous()
 
 
 def of_exponents(exponents: Tensor) -> Tensor:

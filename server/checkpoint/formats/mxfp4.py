@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from server.checkpoint.formats.compressed import of_exponents, of_pairs
+from server.checkpoint.formats.compressed import of_exponents
 from server.checkpoint.formats.protocol import Format, Part, Tensors, covering, finite, refuse_undivided
 from server.quantisation import exclusions
 from server.quantisation.configs import Budget
+from server.quantisation.packing import packed_inputs
 from server.quantisation.rounding import float4_levels
 from server.quantisation.sizes import MXFP4_GROUP
 from server.quantisation.stored import QuantisedWeight
@@ -43,6 +44,6 @@ class Mxfp4Format(Format):
         blocks = tensors.read_box("blocks", (*shape, MXFP4_GROUP // 2), (torch.uint8,), part.rows, groups)
         scales = tensors.read_box("scales", shape, (torch.uint8, torch.float8_e8m0fnu), part.rows, groups)
         _, of_input = part.groups_of(MXFP4_GROUP)
-        codes = of_pairs(blocks.flatten(1))[:, inside].contiguous()
+        codes = packed_inputs(blocks.flatten(1).view(torch.int32).t(), 4, inside)
         scale = finite(tensors, "scales", of_exponents(scales))
         return part.weight(codes, 4, scale, of_input, levels=float4_levels())

@@ -88,7 +88,7 @@ def test_whatever_a_part_does_the_others_run(tmp_path: Path, impatient: None) ->
         "hangs": ("cut after 1 s", f"begun {pid_in(tmp_path)}"),
         "crashes": ("crashed by SIGSEGV", "before"),
         "loses": ("failed with 70", "the device is lost after a test"),
-        "is not there": ("failed with 127", "env: ‘no-such-program’: No such file or directory"),
+        "is not there": ("not started: no-such-program: No such file or directory", ""),
         "instead": ("done", "42 GB/s"),
         "needless": ("not needed", ""),
         "last": ("done", "42 GB/s"),

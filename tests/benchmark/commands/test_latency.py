@@ -291,7 +291,9 @@ def test_two_shards_of_our_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     check(result, (1, 3), num_shard=2)
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert all(head in shown.out for head in ("| Parameter ", "| p99 ", " tokens/secs |", "| % of limit (measured) |"))
-    assert "batch size 3: prefill" in shown.err
+    told = shown.err.splitlines()
+    assert "starting a server, which loads or makes the weights of server/demo" == told[0]
+    assert told[1].startswith("the server is ready after ") and "batch size 3: prefill" in shown.err
 
 
 def test_a_profile_names_operators_and_leaves_traces(

@@ -14,13 +14,19 @@ NOBODY = "/nowhere/bin/python"
 
 
 @pytest.fixture
-def race(tmp_path: Path) -> list[str]:
-    """The arguments of a small race."""
+def race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments of a small race, on a machine that has a vLLM which does not work."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in ("vllm", "python"):
+        (broken / name).write_text("#!/bin/sh\necho 'ImportError: no libtorch'; exit 1\n")
+        (broken / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(broken), prepend=":")
     folder = make_llama_cpp(tmp_path / "llama")
     make_source(tmp_path / "models", "bloom-560m")
     where = ["--output", str(tmp_path / "out"), "--models", str(tmp_path / "models"), "--llama-cpp", str(folder)]
     what = ["--shape", "bloom-560m=100x1,100x8", "--served", "--format", "bf16", "q4_k_m", "-d", "10"]
-    return ["race", *where, "--systems", "llama.cpp", "ik_llama.cpp", "vllm", "--vllm", NOBODY, *what]
+    return ["race", *where, "--systems", "llama.cpp", "ik_llama.cpp", "vllm", *what]
 
 
 def runs(tmp_path: Path) -> list[str]:
@@ -37,10 +43,10 @@ def test_a_race_is_a_table_and_a_file_and_goes_on_where_it_was(
     assert "bloom-560m, 16 bits, 8 sequences, 100 in, 10 out" in printed
     assert 2 == printed.count("| llama.cpp q4_k_m |") and "not divisible by 256" in printed
     for line in (
-        "- Processor: ",
+        "- Kernels: ",
         "- llama.cpp: version: 1 (fake).",
-        "- ik_llama.cpp is not here: give --ik-llama-cpp.",
-        "- vllm does not take part: failed with 127: ",
+        "- ik_llama.cpp: give --ik-llama-cpp DIR (source built in build/bin).",
+        "- vllm does not take part: failed with 1: ImportError: no libtorch.",
         "- Ceilings of the device: ",
     ):
         assert line in printed
@@ -74,7 +80,25 @@ def test_a_plan_runs_nothing(race: list[str], tmp_path: Path, capsys: pytest.Cap
     lines = [[part.strip() for part in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert ["bloom-560m", "bf16", "steps", "2"] in [line[:4] for line in lines]
     assert ["All", "", "", "4"] in [line[:4] for line in lines]
-    assert [] == runs(tmp_path) and not (tmp_path / "out" / "race.jsonl").exists()
+    assert [] == runs(tmp_path) and not list((tmp_path / "out").iterdir())
+
+
+def test_what_was_measured_otherwise_is_run_again(
+    race: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 == main([*race, "--format", "bf16"])
+    capsys.readouterr()
+    assert 0 == main([*race, "--format", "bf16", "--shape", "bloom-560m=100x8", "-r", "2"])
+    assert ["1,1", "1,8", "1,8,8"] == runs(tmp_path)
+    found = capsys.readouterr()
+    assert "2 cells in race.jsonl are of another processor, version, commit or --runs: " in found.err
+    assert [8] == [row["batch_size"] for row in json.loads(found.out.splitlines()[-1])["rows"]]
+
+
+def test_the_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["race", "--help"])
+    assert "--shape tinyllama-1.1b=100x1 --format int4" in " ".join(capsys.readouterr().out.split())
 
 
 def test_models_can_be_made_first(race: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +121,8 @@ def test_models_can_be_made_first(race: list[str], tmp_path: Path, capsys: pytes
         (["--format", "int3"], 2, "error: argument --format: invalid choice"),
         (["--systems", "gpt"], 2, "error: argument --systems: invalid choice"),
         (["--systems", "vllm"], 1, "error: nobody takes part: "),
+        (["--vllm", NOBODY], 1, f"error: vllm at {NOBODY} cannot be used: not started: {NOBODY}: No such file"),
+        (["--llama-cpp", "/nowhere"], 1, "error: llama.cpp at /nowhere cannot be used: /nowhere has no llama-batched"),
         (["--limit", "0"], 2, "error: argument --limit: 0 is not at least 1"),
         (
             ["--cpu-kernels", "mmx"],

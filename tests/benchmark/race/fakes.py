@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 
-from benchmark.race.cells import STEPS, Cell
+from benchmark.race.cells import STEPS, Cell, Records, Setup
 
 BATCHED_BENCH = """\
 main: n_kv_max = 2048, n_batch = 2048, n_ubatch = 512
@@ -77,6 +78,14 @@ def make_source(models: Path, shape: str) -> Path:
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(bytes(1000))
     return folder
+
+
+SETUP = Setup("a processor", threads=2, runs=1)
+
+
+def kept(path: Path) -> Records:
+    """Records of a race in which every system has the same version."""
+    return Records(path, SETUP, defaultdict(lambda: "1"))
 
 
 def cell(system: str = "llama.cpp", prompt_tokens: int = 100, batch_size: int = 8, **other: object) -> Cell:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmark.race.cells import SERVED, SERVED_SIZES, STEP_SIZES, Entry, Records, Size, cells_of, entry
 from benchmark.result import BenchError
-from tests.benchmark.race.fakes import cell
+from tests.benchmark.race.fakes import SETUP, cell, kept
 
 
 def test_a_shape_may_have_sizes_of_its_own() -> None:
@@ -46,10 +47,10 @@ def test_sizes_that_are_not_given_are_those_of_the_race() -> None:
 
 def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "race.jsonl"
-    records = Records(path)
-    records.add(cell(), {"prefill_ms": 2.0})
+    records = kept(path)
+    records.add(cell(), {"prefill_ms": 2.0, "decode_ms": 1.0})
     records.add(cell(batch_size=1), {"problem": "no"})
-    again = Records(path)
+    again = kept(path)
     assert records.all == again.all and cell() in again and cell(round=2) not in again
     again.forget_problems()
     assert [cell()] == list(again.all)
@@ -57,26 +58,64 @@ def test_what_was_kept_is_found_again(tmp_path: Path) -> None:
 
 def test_a_line_that_was_being_written_is_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "race.jsonl"
-    Records(path).add(cell(), {"prefill_ms": 2.0})
+    kept(path).add(cell(), {"prefill_ms": 2.0, "decode_ms": 1.0})
     whole = path.read_text()
     path.write_text(whole + whole[:40])
-    records = Records(path)
+    records = kept(path)
     assert [cell()] == list(records.all)
-    records.add(cell(batch_size=1), {"prefill_ms": 1.0})
-    assert 2 == len(Records(path).all)
+    records.add(cell(batch_size=1), {"prefill_ms": 1.0, "decode_ms": 1.0})
+    assert 2 == len(kept(path).all)
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "no", json.dumps({"kind": "steps"})])
+WHOLE = {**asdict(cell()), **asdict(SETUP), "version": "1", "prefill_ms": 2.0, "decode_ms": 1.0}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        "[]",
+        "no",
+        json.dumps({"kind": "steps"}),
+        json.dumps(asdict(cell()) | {"prefill_ms": 2.0, "decode_ms": 1.0}),
+        json.dumps(WHOLE | {"system": []}),
+        json.dumps(WHOLE | {"format": []}),
+        json.dumps(WHOLE | {"kind": "other"}),
+        json.dumps(WHOLE | {"prompt_tokens": "16"}),
+        json.dumps(WHOLE | {"version": 1}),
+        json.dumps(WHOLE | {"prefill_ms": None}),
+        json.dumps(WHOLE | {"prefill_ms": float("inf")}),
+        json.dumps(WHOLE | {"decode_limit_ms": float("nan")}),
+        json.dumps(WHOLE | {"decode_ms": 10**400}),
+        json.dumps(WHOLE | {"problem": 3}),
+    ],
+)
 def test_a_file_of_something_else_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "race.jsonl"
-    Records(path).add(cell(), {"prefill_ms": 2.0})
+    kept(path).add(cell(), {"prefill_ms": 2.0, "decode_ms": 1.0})
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(BenchError, match=r"race\.jsonl, line 2 is not of a race"):
-        Records(path)
+        kept(path)
+
+
+def test_only_what_was_measured_alike_counts(tmp_path: Path) -> None:
+    path, one, other = tmp_path / "race.jsonl", cell("one"), cell("other")
+    records = Records(path, SETUP, {"one": "1", "other": "1"})
+    for each in (one, other):
+        records.add(each, {"prefill_ms": 2.0, "decode_ms": 1.0})
+    assert {one, other} == set(Records(path, SETUP, {"one": "1"}).all), "of who is not here nothing else is known"
+    newer = Records(path, SETUP, {"one": "2", "other": "1"})
+    assert [other] == list(newer.all) and 1 == newer.num_others
+    for changed in ({"processor": "another"}, {"threads": 3}, {"runs": 2}):
+        elsewhere = Records(path, replace(SETUP, **changed), {"one": "1"})  # type: ignore[arg-type]
+        assert not elsewhere.all and 2 == elsewhere.num_others
+    newer.add(one, {"prefill_ms": 3.0, "decode_ms": 1.0})
+    again = Records(path, SETUP, {"one": "2", "other": "1"})
+    assert 3.0 == again.all[one]["prefill_ms"] and 0 == again.num_others
 
 
 def test_what_has_more_to_do_than_what_was_cut_is_not_tried(tmp_path: Path) -> None:
-    records = Records(tmp_path / "race.jsonl")
+    records = kept(tmp_path / "race.jsonl")
     records.add(cell(batch_size=8), {"problem": "cut after 9 s", "cut": True})
     records.add(cell(system="vLLM", batch_size=1), {"problem": "failed with 1: no"})
     assert "not run: 100 x 8 was cut after 9 s" == records.hopeless(cell(batch_size=32))

@@ -14,13 +14,13 @@ import pytest
 from benchmark.cost import shapes
 from benchmark.cost.devices import DataSheet
 from benchmark.cost.roofline import Ceilings
-from benchmark.race.cells import SERVED, Cell, Records
+from benchmark.race.cells import SERVED, Cell
 from benchmark.race.course import Course, Folders, Settings, answers, stored_bytes
 from benchmark.race.limits import Limits
-from benchmark.race.systems import Command, Run, Task, Times, last_object, ours
+from benchmark.race.systems import Command, Run, Task, Times, finished, last_object, ours
 from benchmark.result import BenchError
 from benchmark.terminal import Progress, Stage
-from tests.benchmark.race.fakes import cell, make_source
+from tests.benchmark.race.fakes import cell, kept, make_source
 
 GOOD = "print('loading'); print('{\"prefill_ms\": 40.0, \"decode_ms\": 8.0}')"
 CEILINGS = Ceilings(50e9, 1e12, ops_8_per_second=2e12)
@@ -36,6 +36,10 @@ class Script:
     serves: str = ""
     api: str = "openai"
     formats: Mapping[str, str] = field(default_factory=lambda: {"bf16": "bf16", "int8": "int8"})
+
+    @property
+    def models_of(self) -> str:
+        return self.name
 
     def version(self) -> Command:
         return Command((sys.executable, "-c", "print(1)"))
@@ -61,13 +65,13 @@ def course(tmp_path: Path, *systems: Script, seconds: float = 60.0, keep_models:
     folders = Folders(tmp_path / "models", tmp_path / "log.txt", {"bloom-560m": "bloom-560m"})
     if not (tmp_path / "models").exists():
         make_source(tmp_path / "models", "bloom-560m")
-    records = Records(tmp_path / "race.jsonl")
+    records = kept(tmp_path / "race.jsonl")
     settings = Settings(seconds, 1, 2, keep_models=keep_models)
     return Course(systems, records, LIMITS, dict.fromkeys(("int8", "int4"), DataSheet(CEILINGS)), folders, settings)
 
 
 def found(tmp_path: Path) -> dict[Cell, dict[str, object]]:
-    return Records(tmp_path / "race.jsonl").all
+    return kept(tmp_path / "race.jsonl").all
 
 
 def go(race: Course, *cells: Cell) -> None:
@@ -153,7 +157,48 @@ def test_a_program_that_is_not_there_costs_its_cell(tmp_path: Path) -> None:
 
     go(course(tmp_path, Missing("missing")), cell("missing"))
     (record,) = found(tmp_path).values()
-    assert re.match(r"failed with 127: env: .*/nowhere/bench.*: No such file or directory", str(record["problem"]))
+    assert "not started: /nowhere/bench: No such file or directory: " == record["problem"]
+
+
+def test_a_model_that_nobody_wrote_costs_its_cells(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Idle(Script):
+        def make_model(self, source: Path, folder: Path, format: str, run: Run) -> Path:
+            return finished(folder / "model.partial", folder / "model")
+
+    go(course(tmp_path, Idle("idle")), cell("idle"))
+    (record,) = found(tmp_path).values()
+    assert record["unmade"] and str(record["problem"]).startswith(
+        "no model: its command ended without an error, but wrote no "
+    )
+
+
+def test_a_file_in_the_place_of_a_folder_costs_its_cells(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "bloom-560m").write_text("of somebody")
+    go(course(tmp_path, Script("one"), keep_models=False), cell("one"), cell("one", batch_size=1))
+    first, second = found(tmp_path).values()
+    assert str(first["problem"]).startswith("no model: ") and first["problem"] == second["problem"]
+    assert "of somebody" == (tmp_path / "models" / "bloom-560m").read_text()
+
+
+GARBAGE = r"""
+import socket, sys
+with socket.create_server(("127.0.0.1", int(sys.argv[-1]))) as server:
+    while True:
+        client, _ = server.accept()
+        client.recv(1000)
+        client.sendall(b"garbage\r\n\r\n")
+        client.close()
+"""
+
+
+def test_a_server_that_speaks_no_http_costs_its_cell(tmp_path: Path) -> None:
+    program = tmp_path / "garbage.py"
+    program.write_text(GARBAGE)
+    go(course(tmp_path, Script("server", serves=f"{program} x")), cell("server", kind=SERVED))
+    (record,) = found(tmp_path).values()
+    assert str(record["problem"]).startswith("BadStatusLine: garbage")
 
 
 def test_a_server_is_asked_by_clients_and_ended(tmp_path: Path) -> None:
@@ -185,13 +230,15 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, serves: str, seco
 
 def test_models_that_no_later_cell_needs_can_be_removed(tmp_path: Path) -> None:
     race = course(tmp_path, Script("one"), keep_models=False)
+    notes = tmp_path / "models" / "bloom-560m" / "notes"
+    notes.mkdir()
+    (notes / "mine").write_text("of somebody")
     cells = (cell("one"), cell("one", round=2), cell("one", format="int8"))
     seen = []
     for _ in race.run(cells, Progress([Stage("")] * 3)):
         seen.append(sorted(path.name for path in (tmp_path / "models").rglob("*.*")))
     assert [["model.gguf", "model.safetensors"]] * 3 == seen
-    assert not (tmp_path / "models" / "bloom-560m").exists()
-    assert not list((tmp_path / "models").iterdir())
+    assert ["notes"] == [path.name for path in notes.parent.iterdir()] and "of somebody" == (notes / "mine").read_text()
 
 
 def test_bytes_are_those_of_weights(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Architectures that transformers serves for us: the same tokens as its own generation, and what is refused."""
+"""What transformers runs one sequence at a time: the same tokens as its own generation, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,52 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.cost.shapes import write_word_tokenizer
 from server.arch.families import FAMILIES
-from server.config import ShardConfig
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
+from server.checkpoint.formats import Quantisation
+from server.checkpoint.formats.float8 import Float8Format
+from server.fallback.load import Loader
 from server.loading import load
-from server.stepping.engine import Engine
-from server.stepping.warmup import warm_up
+from server.quantisation.configs import Budget
+from server.ranks.collectives import Shard
 from tests.running import Server, body, generate_all, tokens_of
 from tests.server.driver import Prompt, generate, greedy
+from tests.server.fallback.cases import SERIAL, engine_of, expected, save, shard_config
 from tests.server.tiny import COMMON, LLAMA_SIZES
-
-CASES: dict[str, dict[str, Any]] = {
-    "nemotron": LLAMA_SIZES,
-    "gptj": {"n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 256, "rotary_dim": 4},
-    "bart": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 8,
-             "decoder_attention_heads": 8, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
-             "max_position_embeddings": 256, "decoder_start_token_id": 2, "forced_eos_token_id": None},
-}  # fmt: skip
-
-
-def save(model_type: str, folder: Path) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(model_type, **(COMMON | CASES.get(model_type, {})))
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" not in name and "ln_" not in name:
-            parameter.data.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    return model
-
-
-def shard_config(folder: Path, **changes: Any) -> ShardConfig:
-    places = {"model_path": str(folder), "weights_path": str(folder), "socket_path": "", "rendezvous": ""}
-    given = {**places, "rank": 0, "world_size": 1, "dtype": "float32", "device": "cpu", **changes}
-    return ShardConfig(**given)
-
-
-def engine_of(folder: Path) -> Engine:
-    engine, _ = load(shard_config(folder))
-    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 2048, "useful_tokens": 2048, "sequences": 0}
-    warm_up(engine, top_n_tokens=5, fraction=1.0, **sizes)
-    return engine
 
 
 def prompts() -> list[Prompt]:
@@ -67,18 +37,7 @@ def prompts() -> list[Prompt]:
     ]
 
 
-@torch.inference_mode()
-def expected(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """Greedy generation without the end token's say, as the engine does."""
-    ids = torch.tensor([prompt])
-    out = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-        eos_token_id=-1,
-    )  # fmt: skip
-    return [int(id) for id in out[0, -count:]]
-
-
-@pytest.mark.parametrize("model_type", CASES)
+@pytest.mark.parametrize("model_type", SERIAL)
 def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture) -> None:
     model = save(model_type, tmp_path)
     with caplog.at_level(logging.WARNING):
@@ -88,7 +47,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, caplo
         assert expected(model, prompt.token_ids, 9) == prompt.tokens
 
 
-@pytest.mark.parametrize("model_type", ["nemotron", "bart"])
+@pytest.mark.parametrize("model_type", ["gptj", "bart"])
 def test_forced_tokens_join_its_sequences_too(tmp_path: Path, model_type: str) -> None:
     save(model_type, tmp_path)
     engine = engine_of(tmp_path)
@@ -101,6 +60,28 @@ def test_forced_tokens_join_its_sequences_too(tmp_path: Path, model_type: str) -
     (free,) = generate(engine, [Prompt([5, 6, 7], 2, greedy(is_constrained=True), rule=rule)])
     assert [*free.tokens, 8, 50, 9] == held.tokens[:5]
     assert all(token % 2 for token in held.tokens[5:]) and 3 == len(held.prompt_values)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("gptj", {}, "its attention does not go through transformers' interface"),
+        ("bart", {}, "it has an encoder"),
+        ("doge", {}, "its masks are of its own making"),
+        ("diffllama", {}, "a layer of it attends more than once in a pass"),
+        ("olmo_hybrid", {}, "it keeps a state of its own"),
+        ("glm", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+         "the longest sequence of a batch decides how its positions are turned"),
+        ("minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]},
+         "its cache keeps more than keys and values"),
+    ],
+)  # fmt: skip
+def test_what_is_not_batched_is_told_why(tmp_path: Path, model_type: str, changes: dict[str, Any], reason: str) -> None:
+    sizes = SERIAL[model_type] if model_type in SERIAL else LLAMA_SIZES
+    AutoConfig.for_model(model_type, **(COMMON | sizes | changes)).save_pretrained(tmp_path)
+    settings = shard_config(tmp_path, random_weights=True)
+    loader = Loader(settings, ReferenceBackend(CpuDevice()), Shard(), torch.float32, Quantisation())
+    assert f"one sequence at a time, because {reason}" in loader.load().warning
 
 
 def test_what_transformers_has_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -118,11 +99,20 @@ def test_what_nobody_knows_is_refused_with_the_list(tmp_path: Path) -> None:
         load(shard_config(tmp_path))
 
 
+def test_a_quantised_checkpoint_is_left_to_transformers(tmp_path: Path) -> None:
+    save("glm", tmp_path, head_dim=8)
+    stored = Quantisation("fp8", Float8Format({"quant_method": "fp8"}, Budget()))
+    loader = Loader(shard_config(tmp_path), ReferenceBackend(CpuDevice()), Shard(), torch.float32, stored)
+    assert "because its checkpoint is quantised" in loader.load().warning
+
+
 @pytest.mark.parametrize(("field", "value", "flag"), [("world_size", 2, "num-shard"), ("quantize", "int8", "quantize")])
-def test_limits_of_a_fallback_are_said_with_the_list(tmp_path: Path, field: str, value: Any, flag: str) -> None:
+def test_limits_of_a_serial_model_are_said_with_the_list(tmp_path: Path, field: str, value: Any, flag: str) -> None:
     save("gptj", tmp_path)
-    with pytest.raises(ValueError, match=f"type 'gptj', which runs on one shard .* out --{flag}; .*{max(FAMILIES)}"):
-        load(shard_config(tmp_path, **{field: value}))
+    changes = {field: value}
+    config = shard_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=rf"GPTJ.* on one shard, .* because .*: leave out --{flag}; .*{max(FAMILIES)}"):
+        Loader(config, ReferenceBackend(CpuDevice()), Shard(), torch.float32, Quantisation()).load()
 
 
 def test_a_server_of_such_a_model_starts_warns_and_answers(tmp_path: Path) -> None:
