@@ -78,8 +78,9 @@ def test_what_fails_is_said_in_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 1 == main(arguments)
-    (line,) = capsys.readouterr().err.splitlines()
+    *told, line = capsys.readouterr().err.splitlines()
     assert line.startswith(sentence)
+    assert all(one.startswith("starting a server, which loads or makes the weights of ") for one in told)
 
 
 @pytest.mark.parametrize("command", [["latency"], ["offline"], ["plan", "--model-id", "bloom-560m", "--device", "l4"]])

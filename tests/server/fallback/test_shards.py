@@ -18,7 +18,7 @@ from tests.server.fallback.cases import make, save, shard_config
 from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 
-# A plain plan; whole rows gathered and split; a bias; a head that transformers scales; experts; layers of two sizes.
+# Plain plans; whole rows gathered and split; a head that transformers scales; experts; layers of two sizes.
 DIVIDED = ["helium", "flex_olmo", "nemotron", "hyperclovax", "solar_open", "gemma4_text"]
 
 
