@@ -54,4 +54,4 @@ class Checkpoints:
         whole = torch.cat([part.index_select(0, blocks) for part in self._parts], dim=1).flatten()
         content = whole[: self._num_bytes].view(STATE_DTYPE).split(self._widths)
         for state, piece in zip(self._states, content, strict=True):
-            state[row] = piece
+            state[row].copy_(piece)
