@@ -283,8 +283,7 @@ def _build(
 ) -> PreTrainedModel:
     model: PreTrainedModel
     if weights_path is None:
-        forked = [device] if device.type == "cuda" else []
-        with device, torch.random.fork_rng(forked, enabled=device.type != "meta"):
+        with device, torch.random.fork_rng([], enabled=device.type != "meta"):  # nothing else draws from a GPU's
             torch.manual_seed(0)  # all ranks have the same
             model = auto.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
