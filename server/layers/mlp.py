@@ -15,6 +15,7 @@ from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, RouterRule, Routing
+from server.backends.reference.router import sigmoid
 from server.checkpoint.experts import SeparateExperts, StackedExperts
 from server.checkpoint.weights import Weights
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
@@ -81,7 +82,7 @@ class MoeMlp:
         if self.shared is not None:
             activated = self.shared.up(x, self.shared.activation)
             if self.shared_gate is not None:
-                activated = activated * self.shared_gate(x, None).sigmoid()
+                activated = activated * sigmoid(self.shared_gate(x, None))
             total = self.shared.down(activated, total)
         return total if base is None else base + total
 

@@ -15,11 +15,16 @@ LEAST_SUM = 1e-20  # of weights that are to sum to 1
 RANKING = 2  # of a group, how many of its best experts tell how good it is
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """As torch's, but the same wherever a number stands: that computes the last few of a tensor in another way."""
+    return x.double().sigmoid().to(x.dtype)
+
+
 def choose(logits: Tensor, top_k: int, rule: RouterRule, *, renormalise: bool) -> tuple[Tensor, Tensor]:
     """The weights, float32, and the numbers of each token's experts, both [T, k], from a router's logits [T, E]."""
     if rule.scoring is Scoring.SPARSE_MIXER:
         return _mix(logits, top_k, rule.tolerance)
-    scores = logits.sigmoid() if rule.scoring is Scoring.SIGMOID else logits.softmax(dim=-1)
+    scores = sigmoid(logits) if rule.scoring is Scoring.SIGMOID else logits.softmax(dim=-1)
     wanted = scores if rule.bias is None else scores + rule.bias
     if rule.top_groups < rule.num_groups:
         wanted = _of_best_groups(wanted, rule)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.arch.spec import Activation
+from server.arch.spec import Activation, Scoring
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
-from server.backends.protocol import Backend
+from server.backends.protocol import Backend, RouterRule
 from server.backends.reference import ReferenceBackend
+from server.backends.reference.router import choose
 from server.layers.mlp import MoeMlp
 from server.quantisation.rounding import int8_rows
 from server.quantisation.stored import Quantise
@@ -167,3 +168,12 @@ def test_other_formats_give_nearly_the_same(make: MakeBackend) -> None:
     backend, x = make(torch.float32), random(12, WIDTH)
     dense, int8 = (mixture(backend, torch.float32, quantise)(x) for quantise in (None, int8_rows))
     assert 0 < (dense - int8).abs().mean() < 0.05 * dense.std()
+
+
+def test_a_router_s_weights_do_not_depend_on_the_tokens_beside() -> None:
+    logits = torch.randn(101, 3, generator=torch.Generator().manual_seed(0))
+    rule = RouterRule(Scoring.SIGMOID)
+    weights, chosen = choose(logits, 2, rule, renormalise=True)
+    for count in range(1, len(logits)):
+        fewer = choose(logits[:count], 2, rule, renormalise=True)
+        assert torch.equal(weights[:count], fewer[0]) and torch.equal(chosen[:count], fewer[1])
