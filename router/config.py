@@ -185,6 +185,8 @@ class RouterConfig:
     state_checkpoint_tokens: int = field(
         default=512,
         metadata={
+            "unit": "tokens",
+            "min": 1,
             "help": "Of a model with recurrent layers, how many tokens lie between two states that the prefix cache "
             "keeps, in whole KV blocks. A request goes on from the last one in what it shares.",
             "when": "Lower it for many short prompts with a common beginning; raise it if kept states, whose size the "

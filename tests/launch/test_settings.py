@@ -115,6 +115,7 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--port", "http"], {}, "--port is http: give a whole number"),
         (["--port", "1.5"], {}, "--port is 1.5: give a whole number"),
         (["--prefill-chunk", "0"], {}, "--prefill-chunk is 0: the smallest allowed value is 1"),
+        (["--state-checkpoint-tokens", "0"], {}, "--state-checkpoint-tokens is 0: the smallest allowed value is 1"),
         (["--prefill-chunk", "fast"], {}, "--prefill-chunk is fast: give a whole number or auto"),
         (
             ["--prefill-chunk", "512"],
