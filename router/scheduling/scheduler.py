@@ -161,15 +161,16 @@ class Scheduler(Generic[S]):
         is_idle = not (retired or preempted or grown or decoding or chunks or fresh)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         number, block_size = self._num_plans + 1, self.limits.block_size
-        saves = self._cache.take_saves(number, prefill_tokens, block_size, is_idle=is_idle)
-        if is_idle and not saves:
-            return None
-        self._num_plans = number
         chunks |= {entry.id: 1 if entry.request.encoder_ids else num_tokens for entry, num_tokens in fresh}
         concerned = {entry.id: entry for entry in decoding}
         concerned |= {id: self.running[id] for id in (*chunks, *grown)}
         filled = self._schedule(decoding, chunks)
         kept = self._keep_states(decoding, chunks, filled) if self._cache.checkpoints is not None else {}
+        # Behind all that is given away in this step, which overwrites it.
+        saves = self._cache.take_saves(number, prefill_tokens, block_size, is_idle=is_idle)
+        if is_idle and not saves:
+            return None
+        self._num_plans = number
         plan = StepPlan(
             number=number,
             lane=lane.number,

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.scheduling.prefix_cache import BlockPool
-from router.scheduling.request import PrefixKeys
+from router.scheduling.prefix_index import TierIndex
+from router.scheduling.prefix_moves import TierSizes
+from router.scheduling.request import PrefixKeys, Scheduled, ValidRequest
+from router.scheduling.scheduler import Scheduler
+from tests.router.doubles import make_limits
 
 
 def test_blocks_go_out_once_and_come_back() -> None:
@@ -142,3 +146,24 @@ def test_keys_tell_beginnings_apart_and_grow_with_their_sequence() -> None:
         grown.extend([token])
     assert keys_of([*range(1, 10)]) == grown.keys
     assert 2 == len(grown.keys)
+
+
+# --------------------------------------------------------------------------------------------------------- states
+
+
+def test_what_is_saved_is_what_was_computed_though_states_are_kept_over_it() -> None:
+    limits = make_limits(max_batch_total_tokens=64, prefix_caching=True, checkpoint_tokens=16, checkpoint_blocks=1)
+    tiers = TierIndex(TierSizes(num_slots=8, block_bytes=1, most_restored=8))
+    scheduler, content, saved = Scheduler[Scheduled](limits, tiers), dict[int, bytes](), list[bytes]()
+    for prompt in ([1] * 17, [2] * 40):
+        entry = Scheduled(scheduler.new_id(), ValidRequest(prompt, 4))
+        scheduler.add(entry)
+        while entry.num_prompt_left or not entry.blocks:
+            plan = scheduler.plan()
+            assert plan is not None
+            assert [one.key for one in plan.saves] == [content[one.block] for one in plan.saves]
+            saved += [one.key for one in plan.saves]
+            content |= {filled.block: filled.key for filled in plan.filled}
+            scheduler.computed(plan)
+        entry.is_over = True
+    assert len(saved) >= 2  # the first prompt's block, and the states behind it
