@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -196,17 +196,24 @@ class Engine:
             if plan.grown:
                 self._tables.grow(plan.grown, self.device)
             moves = self._move_blocks(request)
-            for row, blocks in self._sequences.rows_and_blocks(request.loaded_ids, request.loaded_blocks):
+            for row, blocks in self._states(request.loaded_ids, request.loaded_blocks):
                 self._kept_states.load(row, self.device.upload(blocks))
             if plan.computes:
                 launched = self._run(plan, self._tables, started)
-                for row, blocks in self._sequences.rows_and_blocks(request.kept_ids, request.kept_blocks):
+                for row, blocks in self._states(request.kept_ids, request.kept_blocks):
                     self._kept_states.keep(row, self.device.upload(blocks))
                 return launched
             return Launched([], [], {}, started, self.device, self.shard.check) if moves else None
         except BaseException:
             self._sequences.drop(request)
             raise
+
+    def _states(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
+        """The rows of these sequences, and the blocks of their states; none where other stages alone have states."""
+        assert self._sequences is not None, "there are rows"
+        if self.neighbours.stage.count > 1 and not self.kv_shape.bytes_per_sequence:
+            return ()
+        return self._sequences.rows_and_blocks(ids, blocks)
 
     @property
     def _kept_states(self) -> Checkpoints:

@@ -39,8 +39,9 @@ class StubShard(ShardServicer):  # type: ignore[misc]
         if request.max_batch_total_tokens > 4096:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "only 4096 tokens fit")
         tokens, blocks = 4096 - self.rank * 16, 256 - self.rank
-        longest = request.max_total_tokens
-        return pb.WarmupReply(max_batch_total_tokens=tokens, block_size=16, num_blocks=blocks, max_total_tokens=longest)
+        sizes = {"max_batch_total_tokens": tokens, "block_size": 16, "num_blocks": blocks}
+        states = {"num_states": 8, "state_bytes": 80, "checkpoint_blocks": 3} if self.rank else {}
+        return pb.WarmupReply(max_total_tokens=request.max_total_tokens, **sizes, **states)
 
     async def Health(self, request: Any, context: Any) -> pb.HealthReply:
         return pb.HealthReply(steps_received=3, steps_finished=2, oldest_step_ms=10 * self.rank)
@@ -139,6 +140,7 @@ async def test_answers_of_all_ranks_are_merged(tmp_path: Path) -> None:
         assert (await shards.info()).weight_bytes == (0, 1)
         cache = await shards.warmup(max_batch_total_tokens=0, max_total_tokens=10)
         assert (cache.max_batch_total_tokens, cache.num_blocks) == (4080, 255)
+        assert (cache.num_states, cache.checkpoint_blocks) == (8, 3)  # those of the rank that has some
         health = await shards.health()
         assert (health.oldest_step_ms, health.rank) == (10, 1)
         with pytest.raises(ShardError, match="only 4096 tokens fit"):

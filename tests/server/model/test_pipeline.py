@@ -17,6 +17,8 @@ from tests.server.conftest import DEMO
 from tests.server.driver import generate, load_engine
 from tests.server.ranks.tensor_parallel import prompts
 
+SIZES = {"warms_up": False, "tokens": 1024, "total_tokens": 64}
+
 
 class Pipeline:
     """All stages of a model in one process, driven as one engine: each launches its part behind the one before."""
@@ -25,7 +27,7 @@ class Pipeline:
         ends = [socket.socketpair() for _ in range(count)]  # from stage n to the next
         self.rings = [StageConnections(ends[n - 1][1], ends[n][0], patience=20) for n in range(count)]
         self.engines = [
-            load_engine(folder, stage=(n, count), ring=ring, warms_up=False, tokens=1024, total_tokens=64, **settings)  # type: ignore[arg-type]
+            load_engine(folder, stage=(n, count), ring=ring, **{**SIZES, **settings})  # type: ignore[arg-type]
             for n, ring in enumerate(self.rings)
         ]
         self.model = self.engines[-1].model
