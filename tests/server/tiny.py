@@ -121,6 +121,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **{f"llama-{name}": ("llama", LLAMA_SIZES | {"rope_parameters": {"rope_theta": 10000.0, **scaling}})
        for name, scaling in ROPE_SCALINGS.items()},
+    "arcee": ("arcee", LLAMA_SIZES | {"mlp_bias": True}),
     "mistral": ("mistral", LLAMA_SIZES | {"sliding_window": 24}),
     "mixtral": ("mixtral", LLAMA_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("qwen2", LLAMA_SIZES | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),

@@ -30,6 +30,7 @@ from server.arch.families import (
 )
 from server.arch.families.hf_config import checked
 from server.arch.families.variants import (
+    arcee,
     cohere,
     dots,
     ernie,
@@ -55,6 +56,7 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
+    "arcee": Family(arcee.spec, arcee.NAMES),
     "baichuan": Family(baichuan.spec, baichuan.NAMES),
     "bloom": Family(bloom.spec, bloom.NAMES),
     "chatglm": Family(chatglm.spec, chatglm.NAMES),

@@ -21,7 +21,7 @@ BATCHED: dict[str, dict[str, Any]] = {
     "hyperclovax": {"logits_scaling": 4.0},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "nemotron": {},
-    "arcee": {},
+    "internlm3": {},
     "helium": {"head_dim": 8},
     "persimmon": {},
     "apertus": {},

@@ -114,7 +114,7 @@ def test_windows_are_read_from_masks() -> None:
 
 
 def test_the_probe_finds_another_window(tmp_path: Path) -> None:
-    save("arcee", tmp_path)
+    save("internlm3", tmp_path)
     model = engine_of(tmp_path).model
     assert isinstance(model, BatchedModel)
     backend = ReferenceBackend(CpuDevice())

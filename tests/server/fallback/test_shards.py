@@ -43,7 +43,7 @@ def test_models_that_declare_no_plan_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_shards_cannot_share_evenly_is_refused() -> None:
-    model = make("arcee", hidden_size=36, num_attention_heads=6, num_key_value_heads=3)
+    model = make("helium", hidden_size=36, head_dim=6, num_attention_heads=6, num_key_value_heads=3)
     body, prefix = body_of(model)
     backend = ReferenceBackend(CpuDevice())
     divider = Divider(backend, Shard(0, 4), Plan(model._tp_plan), torch.float32, CPU, quantise=None)

@@ -78,6 +78,7 @@ class Expected(NamedTuple):
 EVERY, UP_TO_4 = (1, 2, 4, 8), (1, 2, 4)
 OF_GPT_OSS = Rope(150000.0, 64, scaling=YarnScaling(32.0, 4096, truncate=False, magnitude=0.1 * math.log(32) + 1))
 EXPECTED = {
+    "afm-4.5b": Expected(UP_TO_4, Rope(10000.0, 128)),  # 20 heads; its scaling is left out of the file
     "baichuan2-13b": Expected(EVERY, Alibi()),
     "baichuan2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "bloomz-7b1-mt": Expected(EVERY, Alibi()),
