@@ -56,17 +56,31 @@ INLINE Floats channel_of(const Delta& how, const Run<E>& run, long at, long chan
     return load_part(run.state + how.memory_size() + (how.taps - 1 + at) * how.channels() + channel, count);
 }
 
-// out [width] = the activation of the convolution of `width` channels at one token.
+// out [width] += what one tap adds.
+template <class From>
+INLINE void add_tap(const From* x, const float* weight, long width, float* out) {
+    for (long i = 0; i < width; i += LANES) {
+        const Floats product = fused(load_part(x + i, width - i), load_part(weight + i, width - i), load_part(out + i, width - i));
+        store_part(out + i, product, width - i);
+    }
+}
+
+// out [width] = the activation of the convolution of `width` channels at one token. The activation is a loop of its own,
+// so that several vectors of it are under way at once: each is a long chain.
 template <class E>
 INLINE void convolve(const Delta& how, const Run<E>& run, long token, long channel, long width, float* out) {
-    for (long i = 0; i < width; i += LANES) {
-        Floats total = {};
-        for (long tap = 0; tap < how.taps; tap++) {
-            const Floats weight = load_part(how.conv + tap * how.channels() + channel + i, width - i);
-            total = fused(channel_of(how, run, token - (how.taps - 1 - tap), channel + i, width - i), weight, total);
-        }
-        store_part(out + i, activate<SILU>(total), width - i);
+    const long channels = how.channels(), stride = channels + how.heads * how.value_dim;
+    memset(out, 0, width * sizeof(float));
+    for (long tap = 0; tap < how.taps; tap++) {
+        const long at = token - (how.taps - 1 - tap);
+        const float* const weight = how.conv + tap * channels + channel;
+        if (at >= 0)
+            add_tap(run.qkvz + at * stride + channel, weight, width, out);
+        else if (!run.is_fresh)
+            add_tap(run.state + how.memory_size() + (how.taps - 1 + at) * channels + channel, weight, width, out);
     }
+    for (long i = 0; i < width; i += LANES)
+        store_part(out + i, activate<SILU>(load_part(out + i, width - i)), width - i);
 }
 
 INLINE float squares(const float* x, long width) {
@@ -84,48 +98,110 @@ INLINE void scale_to_length(float* x, long width, float length) {
 }
 
 // log(1 + e^x)
-INLINE float softplus(float x) { return x > 20.0f ? x : log(all(1.0f + exp(x)))[0]; }
+INLINE Floats softplus(Floats x) { return x > all(20.0f) ? x : log(1.0f + exp(x)); }
+
+// How much of a memory each token keeps, and how much it corrects.
+template <class E>
+INLINE void prepare_gates(const Delta& how, const Run<E>& run, long head, long first, long count, const Inputs& in) {
+    const long share = how.share(), numbers = BLOCK * share;
+    memset(in.kept, 0, numbers * sizeof(float));
+    memset(in.beta, 0, numbers * sizeof(float));
+    for (long t = 0; t < count; t++) {
+        const E* ba = run.ba + (first + t) * 2 * how.heads + head * share;
+        for (long j = 0; j < share; j++) {
+            in.beta[t * share + j] = to_float(ba[j]);
+            in.kept[t * share + j] = to_float(ba[how.heads + j]) + how.step_bias[head * share + j];
+        }
+    }
+    for (long i = 0; i < numbers; i += LANES) {
+        store(in.beta + i, 1.0f / (1.0f + exp(-load(in.beta + i))));
+        store(in.kept + i, softplus(load(in.kept + i)));
+    }
+    for (long i = 0; i < count * share; i++) in.kept[i] *= -how.decay[head * share + i % share];
+    for (long i = 0; i < numbers; i += LANES) store(in.kept + i, exp(load(in.kept + i)));
+}
+
+// Fetches what a head has of one token, which is far from what it has of the next one.
+template <class E>
+INLINE void fetch(const Delta& how, const Run<E>& run, long head, long token) {
+    const long d = how.key_dim, values = how.share() * how.value_dim, keys = how.key_heads * d;
+    const E* const row = run.qkvz + token * (how.channels() + how.heads * how.value_dim);
+    const auto part = [](const E* from, long width) {
+        for (long i = 0; i < width; i += 64 / sizeof(E)) __builtin_prefetch(from + i, 0, 2);
+    };
+    part(row + head * d, d);
+    part(row + keys + head * d, d);
+    part(row + 2 * keys + head * values, values);
+    part(row + how.channels() + head * values, values);
+}
 
 template <class E>
 void prepare(const Delta& how, const Run<E>& run, long head, long first, long count, const Inputs& in) {
-    const long d = how.key_dim, share = how.share(), values = share * how.value_dim, keys = how.key_heads * d;
+    const long d = how.key_dim, values = how.share() * how.value_dim, keys = how.key_heads * d;
+    prepare_gates(how, run, head, first, count, in);
     for (long t = 0; t < count; t++) {
+        fetch(how, run, head, first + t + BLOCK);
         float *q = in.q + t * d, *k = in.k + t * d;
         convolve(how, run, first + t, head * d, d, q);
         convolve(how, run, first + t, keys + head * d, d, k);
         convolve(how, run, first + t, 2 * keys + head * values, values, in.v + t * values);
         scale_to_length(q, d, 1.0f / __builtin_sqrtf(d));
         scale_to_length(k, d, 1.0f);
-        const E* ba = run.ba + (first + t) * 2 * how.heads;
-        for (long j = 0; j < share; j++) {
-            const long of = head * share + j;
-            in.beta[t * share + j] = 1.0f / (1.0f + exp(-to_float(ba[of])));
-            in.kept[t * share + j] = exp(-how.decay[of] * softplus(to_float(ba[how.heads + of]) + how.step_bias[of]));
+    }
+}
+
+using TileRow = Floats[VECTORS];
+
+// What a tile [d, TILE] answers to a key. The tile behind it is fetched meanwhile.
+INLINE void ask(const float* tile, const float* k, long d, TileRow& held) {
+    for (long i = 0; i < d; i++, tile += TILE) {
+        for (long line = 0; line < TILE; line += 16) __builtin_prefetch(tile + TILE * d + line, 1, 2);
+        const Floats key = all(k[i]);
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++) held[j] = fused(key, load(tile + j * LANES), held[j]);
+    }
+}
+
+// A tile takes in a token and is read by its query; where there is a `next` token, what it answers to that one's key is
+// found on the same way through it.
+template <bool HAS_NEXT>
+INLINE void pass(
+    float* tile, const float* q, const float* k, const float* next, long d, float kept, const TileRow& error,
+    TileRow& found, TileRow& held
+) {
+    const Floats keeping = all(kept);
+    for (long i = 0; i < d; i++, tile += TILE) {
+        const Floats query = all(q[i]), key = all(k[i]), next_key = HAS_NEXT ? all(next[i]) : Floats{};
+#pragma GCC unroll 8
+        for (int j = 0; j < VECTORS; j++) {
+            const Floats now = fused(key, error[j], keeping * load(tile + j * LANES));
+            store(tile + j * LANES, now);
+            found[j] = fused(query, now, found[j]);
+            if (HAS_NEXT) held[j] = fused(next_key, now, held[j]);
         }
     }
 }
 
-// One tile [d, TILE] takes in a token and is read; value, read: [TILE].
-INLINE void pass(
-    float* tile, const float* q, const float* k, long d, const float* value, float kept, float beta, float* read
+// One tile takes in `count` tokens; value, read: of the first one, others `values` apart; kept, beta: `share` apart.
+void recur_tile(
+    float* tile, const float* q, const float* k, long d, long count, const float* value, const float* kept,
+    const float* beta, float* read, long values, long share
 ) {
-    Floats held[2][VECTORS] = {}, error[VECTORS], found[2][VECTORS] = {};
-    for (long i = 0; i < d; i++)
-#pragma GCC unroll 8
-        for (int j = 0; j < VECTORS; j++)
-            held[i & 1][j] = fused(all(k[i]), load(tile + i * TILE + j * LANES), held[i & 1][j]);
-#pragma GCC unroll 8
-    for (int j = 0; j < VECTORS; j++)
-        error[j] = (load(value + j * LANES) - kept * (held[0][j] + held[1][j])) * beta;
-    for (long i = 0; i < d; i++)
+    TileRow held = {};
+    ask(tile, k, d, held);
+    for (long t = 0; t < count; t++, q += d, k += d, value += values, read += values, kept += share, beta += share) {
+        TileRow error, found = {};
 #pragma GCC unroll 8
         for (int j = 0; j < VECTORS; j++) {
-            float* at = tile + i * TILE + j * LANES;
-            const Floats now = fused(all(k[i]), error[j], kept * load(at));
-            store(at, now);
-            found[i & 1][j] = fused(all(q[i]), now, found[i & 1][j]);
+            error[j] = (load(value + j * LANES) - *kept * held[j]) * *beta;
+            held[j] = Floats{};
         }
-    for (int j = 0; j < VECTORS; j++) store(read + j * LANES, found[0][j] + found[1][j]);
+        if (t + 1 < count)
+            pass<true>(tile, q, k, k + d, d, *kept, error, found, held);
+        else
+            pass<false>(tile, q, k, k, d, *kept, error, found, held);
+        for (int j = 0; j < VECTORS; j++) store(read + j * LANES, found[j]);
+    }
 }
 
 void recur(const Delta& how, float* memory, long head, long count, const Inputs& in) {
@@ -134,11 +210,7 @@ void recur(const Delta& how, float* memory, long head, long count, const Inputs&
         for (long column = 0; column < how.value_dim; column += TILE) {
             float* tile = memory + ((head * share + j) * how.value_dim + column) * d;
             const long at = j * how.value_dim + column;
-            for (long t = 0; t < count; t++)
-                pass(
-                    tile, in.q + t * d, in.k + t * d, d, in.v + t * values + at, in.kept[t * share + j],
-                    in.beta[t * share + j], in.read + t * values + at
-                );
+            recur_tile(tile, in.q, in.k, d, count, in.v + at, in.kept + j, in.beta + j, in.read + at, values, share);
         }
 }
 
