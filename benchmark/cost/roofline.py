@@ -204,7 +204,8 @@ class ServedModel:
     @property
     def key_flops(self) -> Mapping[int, int]:
         """Operations of a token looking at one key, by the window of the layers in which it does."""
-        one = 4 * self.shape.spec.num_heads * self.shape.spec.head_dim
+        spec, latent = self.shape.spec, self.shape.spec.layers[0].latent
+        one = 2 * spec.num_heads * (spec.head_dim + (latent.rank if latent else spec.head_dim))  # its key, its value
         return {window: count * one for window, count in self.shape.windows.items()}
 
     @property

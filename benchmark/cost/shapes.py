@@ -137,7 +137,8 @@ class ModelShape:
     def kv_bytes_per_layer(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """The same in one layer."""
         number, scale = KV_CACHE_BYTES.get(kv_cache_dtype or "auto", (DTYPE_BYTES[dtype], 0))
-        return 2 * self.spec.num_kv_heads * (self.spec.head_dim * number + scale)
+        rows = self.spec.layers[0].cache_rows * self.spec.num_kv_heads
+        return rows * (self.spec.head_dim * number + scale)
 
     def storage(self, quantize: str | None) -> Storage | None:
         """How linear layers are served; None: dense. quantize: as `--quantize`, or as a server describes it.
@@ -201,8 +202,10 @@ class ModelShape:
 
     def copied_kv_bytes(self, dtype: str, quantize: str | None, ranks: int) -> int:
         """Bytes of keys' and values' matrices that all ranks together have beside one of each: their copies, where
-        there are more ranks than key-value heads."""
-        spec, storage, head = self.spec, self.storage(quantize), 2 * self.spec.head_dim
+        there are more ranks than key-value heads; of compressed ones, all that is computed before heads are told apart.
+        """
+        spec, storage, latent = self.spec, self.storage(quantize), self.spec.layers[0].latent
+        head = latent.compressed if latent else 2 * spec.head_dim
         one = head * spec.hidden_size * DTYPE_BYTES[dtype]
         if storage is not None:
             one = storage.weight_bytes(head, spec.hidden_size)
@@ -282,6 +285,9 @@ class ModelShape:
             inner = kind.num_heads * kind.value_dim
             beside = kind.channels * kind.conv + 2 * kind.num_heads + kind.value_dim  # convolution, fading, norm
             attention, biases = hidden * (kind.channels + 2 * inner + 2 * kind.num_heads) + beside, 0
+        if (latent := layer.latent) is not None:
+            attention = latent.parameters(hidden, spec.num_heads)
+            norms += latent.query_rank + latent.rank
         return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
 
 
@@ -496,6 +502,7 @@ def _linears_of_stack(
 def _linears_of_layer(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
     """Role, outputs, inputs, copies, active ones."""
     mixer = _linears_of_attention if layer.recurrence is None else _linears_of_recurrence
+    mixer = _linears_of_latent if layer.latent else mixer
     yield from mixer(spec, layer, roles)
     yield from _linears_of_mlp(spec, layer, roles)
 
@@ -508,6 +515,20 @@ def _linears_of_recurrence(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> It
     for role, outputs in (whole if "delta_qkvz" in roles else {"delta_qkv": kind.channels, "delta_z": inner}).items():
         yield role, outputs, hidden, 1, 1
     yield "delta_out", hidden, inner, 1, 1
+
+
+def _linears_of_latent(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
+    """Without `kv_b`, which is dense in memory."""
+    latent, hidden = layer.latent, spec.hidden_size
+    assert latent is not None
+    queries, compressed = spec.num_heads * latent.query_dim, latent.query_rank
+    yield from (
+        [("q_a", compressed, hidden, 1, 1), ("q_b", queries, compressed, 1, 1)]
+        if compressed
+        else [("q", queries, hidden, 1, 1)]
+    )
+    yield "kv_a", latent.width, hidden, 1, 1
+    yield "attention_out", hidden, spec.num_heads * latent.value_dim, 1, 1
 
 
 def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:

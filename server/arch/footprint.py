@@ -62,15 +62,19 @@ def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:
 
 
 def _sizes(spec: ArchSpec) -> Iterator[int]:
+    cross = _attention(spec) if spec.encoder is not None else 0
+    return (_mixer(spec, layer) + cross + _mlp(layer, spec.hidden_size) for layer in spec.layers)
+
+
+def _mixer(spec: ArchSpec, layer: LayerSpec) -> int:
+    if layer.recurrence is not None:
+        return _recurrence(layer.recurrence, spec.hidden_size)
+    return layer.latent.parameters(spec.hidden_size, spec.num_heads) if layer.latent else _attention(spec)
+
+
+def _attention(spec: ArchSpec) -> int:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = spec.hidden_size * (2 * (queries + keys) + queries * spec.attention_gate)
-    cross = attention if spec.encoder is not None else 0
-    return (
-        (attention if layer.recurrence is None else _recurrence(layer.recurrence, spec.hidden_size))
-        + cross
-        + _mlp(layer, spec.hidden_size)
-        for layer in spec.layers
-    )
+    return spec.hidden_size * (2 * (queries + keys) + queries * spec.attention_gate)
 
 
 def _recurrence(kind: GatedDelta, hidden: int) -> int:

@@ -206,6 +206,7 @@ class Moe:
     choice_bias: bool = False  # a number for each expert that is added to its score for choosing alone
     num_groups: int = 1  # of neighbouring experts, of which each token goes to the `top_groups` best
     top_groups: int = 1
+    group_best: int = 2  # of a group's experts, how many of the best tell by their sum how good it is
     scale: float = 1.0  # what the chosen experts' weights are multiplied by
     tolerance: float = 0.0  # of SPARSE_MIXER: how much worse, of its size, a logit may be
     shared_width: int = 0  # of a gated mlp that all tokens go to; 0: none
@@ -260,6 +261,44 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Attention over compressed keys and values (DeepSeek-AI 2024, arXiv 2405.04434).
+
+    A token keeps one row for all heads: `rank` numbers of which every head's key and value are linear functions, and
+    behind them a key that positions rotate. So a head scores both parts of its query against the row, once the first
+    one is multiplied into the latent space, and what it attends to in that space is multiplied back.
+    """
+
+    rank: int
+    rope_dim: int  # of a query, or the row, what is rotated
+    key_dim: int  # of a head's query, what is not
+    value_dim: int
+    query_rank: int = 0  # queries are made from so many numbers that are compressed likewise; 0: as elsewhere
+    eps: float = 1e-6  # of the norms behind the compression
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token keeps."""
+        return self.rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.key_dim + self.rope_dim
+
+    @property
+    def compressed(self) -> int:
+        """Numbers of a token that every rank computes: of its queries, of its row."""
+        return self.query_rank + self.width
+
+    def parameters(self, hidden: int, num_heads: int) -> int:
+        """Of all its matrices, for a model of that width."""
+        queries = num_heads * self.query_dim * (self.query_rank or hidden)
+        values = num_heads * (self.key_dim + self.value_dim) * self.rank
+        return self.compressed * hidden + queries + values + num_heads * self.value_dim * hidden
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What may differ between the layers of one model."""
 
@@ -269,11 +308,20 @@ class LayerSpec:
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
     query_scale: QueryScale | None = None
     recurrence: GatedDelta | None = None  # what stands in attention's place; None: it attends
+    latent: Latent | None = None  # how keys and values are compressed; None: they are not
+
+    @property
+    def cache_rows(self) -> int:
+        """Rows that a token has in the layer's cache for each kv head: key and value, or one that is both."""
+        return 1 if self.latent else 2
 
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """One decoder, or encoder. Sizes are those of the whole model, before it is split over ranks."""
+    """One decoder, or encoder. Sizes are those of the whole model, before it is split over ranks.
+
+    kv heads and head size are as in the cache: with compressed keys and values, one of the row's width.
+    """
 
     vocab_size: int
     hidden_size: int

@@ -41,6 +41,7 @@ class Scores:
     cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: they do not
     bias: Tensor | None = None  # [N, 2 D + 1] float32, added at distances -D … D of key minus query; beyond, the ends
     sinks: Tensor | None = None  # [N] float32, a score of each head beside its keys', whose value is 0
+    rank: int = 0  # a key's first numbers, which are its value, and behind which it is rotated; 0: values are apart
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,11 @@ class StepMeta:
 
 
 class Attention(Protocol):
-    """One rank's attention, stateless between calls: everything about a step is in `meta`."""
+    """One rank's attention, stateless between calls: everything about a step is in `meta`.
+
+    Where values are the first numbers of keys (`Scores.rank`), there are no others: kv is [1, B, K, P, W], heads are
+    [T, N + K, H], and what comes out is [T, N, rank].
+    """
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         """Store the step's keys and values. kv: [2, B, K, P, W], changed in place; k, v: [T, K, H]."""
@@ -179,6 +184,7 @@ class RouterRule:
     bias: Tensor | None = None  # [E] float32, added to scores for choosing alone
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     scale: float = 1.0
     tolerance: float = 0.0
 
@@ -375,7 +381,7 @@ class Backend(Protocol):
         """Attention for one way of scoring, over a cache in this format."""
 
     def block_parts(self, kv: Tensor, cache: KvFormat, head_dim: int) -> list[Tensor]:
-        """Views [B, n] of a layer's cache [2, B, K, P, W], which it fills: row b of each is of block b."""
+        """Views [B, n] of a layer's cache [1 or 2, B, K, P, W], which it fills: row b of each is of block b."""
 
     def linear(self, weight: Stored, *, is_gated: bool = False, maximum: Maximum | None = None) -> LinearFormat:
         """A linear layer's weight. See `MakeLinear`."""

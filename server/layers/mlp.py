@@ -137,7 +137,8 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
 
 def _load_routing(weights: Weights, kind: Moe, backend: Backend) -> Routing:
     bias = weights.bare("choice_bias", kind.num_experts) if kind.choice_bias else None
-    rule = RouterRule(kind.scoring, bias, kind.num_groups, kind.top_groups, kind.scale, kind.tolerance)
+    groups = (kind.num_groups, kind.top_groups, kind.group_best)
+    rule = RouterRule(kind.scoring, bias, *groups, kind.scale, kind.tolerance)
     return backend.routing(kind.num_experts, kind.top_k, renormalise=kind.renormalise, rule=rule)
 
 

@@ -22,6 +22,7 @@ from server.layers.linear import ColumnLinear, load_column, load_row, stacked
 from server.layers.mlp import load_mlp
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.layers.qk_norm import DividedRowNorm, HeadNorm, QkNorm, RowNorm
+from server.model.latent import load_latent
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer, Mixer
 from server.model.recurrent import load_delta
 from server.model.streamed import OnDevice, Placement
@@ -135,7 +136,8 @@ class StackLoader:
         if self.spec.layers[layer].recurrence is not None:
             return None
         weights, scores, cache = self.weights.of_layer(layer), self._scores, self.cache
-        if isinstance(cache, Float8) and (scales := weights.kv_scales()) is not None:
+        is_compressed = self.spec.layers[layer].latent is not None
+        if isinstance(cache, Float8) and not is_compressed and (scales := weights.kv_scales()) is not None:
             cache = replace(cache, scales=scales)
         if self.spec.layers[layer].sinks:
             heads = self.spec.num_heads
@@ -170,7 +172,8 @@ class StackLoader:
         if spec.buckets:
             table = self.weights.columns("relative_bias", (spec.buckets.num_buckets, spec.num_heads), (first, last))
             bias = bucket_bias(table, spec.buckets)
-        return Scores(spec.attention_scale, slopes, spec.score_cap, bias)
+        latent = spec.layers[0].latent
+        return Scores(spec.attention_scale, slopes, spec.score_cap, bias, rank=latent.rank if latent else 0)
 
     def _positions(self) -> Tensor | None:
         position = self.spec.layers[0].position
@@ -194,6 +197,8 @@ class StackLoader:
         if layer.recurrence is not None:
             return load_delta(self.weights, self.spec, layer.recurrence, self.backend)
         assert attention is not None
+        if layer.latent is not None:
+            return load_latent(self.weights, self.spec, layer, self.backend, attention)
         return self._attention(layer, attention)
 
     def _attention(self, layer: LayerSpec, attention: Attention) -> AttentionBlock:

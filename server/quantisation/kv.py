@@ -1,9 +1,10 @@
 """How a KV cache stores keys and values: as they are computed, or in a byte for each number.
 
-A row is one token's key, or value, of one kv head. A format says how many elements a row takes, and how rows are
-written and read in stock operators, which defines correct: quantise on writing, dequantise on reading. What a row is
-stored as depends on nothing but the row, so that neither neighbours nor the number of ranks change it. No code that is
-stored stands for NaN or infinity: a weight of zero must silence whatever a slot holds.
+A row is one token's key, or value, of one kv head; a cache of one part has keys alone. A format says how many elements
+a row takes, and how rows are written and read in stock operators, which defines correct: quantise on writing,
+dequantise on reading. What a row is stored as depends on nothing but the row, so that neither neighbours nor the number
+of ranks change it. No code that is stored stands for NaN or infinity: a weight of zero must silence whatever a slot
+holds.
 
 int8 has one scale for each row, because nothing is known of later tokens when the first is stored. The scales are
 bfloat16, which has float32's range: in float16, those of rows below 0.008 would lose bits. float8 (Micikevicius et al.
@@ -48,8 +49,8 @@ class KvFormat(ABC):
         return head_dim
 
     @abstractmethod
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k and v [T, K, H] in kv [2, B, K, P, W] at `slots` [T], block * P + offset."""
+    def write(self, kv: Tensor, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+        """Store k and v [T, K, H] in kv [2, B, K, P, W], or k alone in [1, …], at `slots` [T], block * P + offset."""
 
     @abstractmethod
     def expand(self, raw: Tensor, head_dim: int, part: int) -> Tensor:
@@ -64,14 +65,13 @@ class AsComputed(KvFormat):
     def stored(self, computed: torch.dtype) -> torch.dtype:
         return computed
 
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        _, _, kv_heads, block_size, head_dim = kv.shape
+    def write(self, kv: Tensor, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+        parts, _, kv_heads, block_size, head_dim = kv.shape
         heads = torch.arange(kv_heads, device=kv.device)
         first = slots // block_size * kv_heads * block_size + slots % block_size  # [T], of the first kv head
         rows = first.unsqueeze(1) + heads * block_size  # [T, K]
-        flat = kv.view(2, -1, head_dim)
-        flat[0].index_copy_(0, rows.flatten(), k.flatten(0, 1))
-        flat[1].index_copy_(0, rows.flatten(), v.flatten(0, 1))
+        for flat, x in zip(kv.view(parts, -1, head_dim), _given(k, v), strict=True):
+            flat.index_copy_(0, rows.flatten(), x.flatten(0, 1))
 
     def expand(self, raw: Tensor, head_dim: int, part: int) -> Tensor:
         return raw.unflatten(-1, (-1, head_dim))
@@ -85,8 +85,8 @@ class Float8(KvFormat):
     def stored(self, computed: torch.dtype) -> torch.dtype:
         return torch.uint8  # which every operator takes
 
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        for rows, x, scale in zip(kv, (k, v), self.scales, strict=True):
+    def write(self, kv: Tensor, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
+        for rows, x, scale in zip(kv, _given(k, v), self.scales, strict=False):
             _put(rows, slots, saturated(x.float() / scale, self.kind).view(torch.uint8))
 
     def expand(self, raw: Tensor, head_dim: int, part: int) -> Tensor:
@@ -116,9 +116,9 @@ class Int8(KvFormat):
     def width(self, head_dim: int) -> int:
         return head_dim + SCALE_BYTES
 
-    def write(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def write(self, kv: Tensor, k: Tensor, v: Tensor | None, slots: Tensor) -> None:
         head_dim = k.shape[-1]
-        for blocks, x in zip(kv, (k, v), strict=True):
+        for blocks, x in zip(kv, _given(k, v), strict=True):
             codes, scales = _row_codes(x)
             stored_codes, stored_scales = self._split(blocks.flatten(2), head_dim)
             _put(stored_codes, slots, codes)
@@ -137,6 +137,10 @@ class Int8(KvFormat):
 
 AS_COMPUTED = AsComputed()
 KV_FORMATS: Mapping[str, KvFormat] = {f.name: f for f in (AS_COMPUTED, Float8E4M3(), Float8E5M2(), Int8())}
+
+
+def _given(k: Tensor, v: Tensor | None) -> tuple[Tensor, ...]:
+    return (k,) if v is None else (k, v)
 
 
 def _row_codes(x: Tensor) -> tuple[Tensor, Tensor]:

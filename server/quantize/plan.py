@@ -83,6 +83,11 @@ def make_plan(weights: Weights, spec: ArchSpec, recipe: Recipe) -> Plan:
             "the model has recurrent layers, which calibration does not know: serve it with --quantize int8, which "
             "quantises while loading"
         )
+    if any(layer.latent for layer in spec.layers):
+        raise ValueError(
+            "the model compresses keys and values, which calibration does not know: serve it with --quantize int8, "
+            "which quantises while loading"
+        )
     matrix_sets = tuple(tuple(matrix_sets_of(weights, spec, index)) for index in range(spec.num_layers))
     sizes = {
         name: _size(weights, name) for layer in matrix_sets for matrices in layer for name in matrices.names.values()

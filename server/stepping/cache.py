@@ -43,6 +43,7 @@ class KVShape:
     is_paged: bool = True  # False: the model keeps a cache of its own, of about this size
     format: KvFormat = AS_COMPUTED
     sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
+    rows: int = 2  # of a token for each kv head: key and value, or one that is both
     states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer, 0 where it attends; empty: all attend
 
     @property
@@ -57,7 +58,7 @@ class KVShape:
         if self.sizes:
             return sum(layer.bytes_per_token for layer in self.layers)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
-        return 2 * self.num_layers * self.num_kv_heads * row_bytes
+        return self.rows * self.num_layers * self.num_kv_heads * row_bytes
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -75,8 +76,8 @@ class KVShape:
         return self.bytes_per_block // self.num_layers
 
     def size_of(self, blocks: int) -> tuple[int, ...]:
-        """The tensor of so many blocks of a layer: [2, blocks, kv_heads, block_size, width], the format's width."""
-        return (2, blocks, self.num_kv_heads, BLOCK_SIZE, self.format.width(self.head_dim))
+        """The tensor of so many blocks of a layer: [rows, blocks, kv_heads, block_size, width], the format's width."""
+        return (self.rows, blocks, self.num_kv_heads, BLOCK_SIZE, self.format.width(self.head_dim))
 
 
 def choose_tokens(
@@ -103,7 +104,7 @@ def choose_tokens(
 
 
 def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
-    """One zeroed tensor [2, blocks, kv_heads, block_size, width] per layer; none for a cache that is not paged.
+    """One zeroed tensor [rows, blocks, kv_heads, block_size, width] per layer; none for a cache that is not paged.
 
     A block's tokens lie together for each head, so that attention reads a head's keys in long runs. The width is the
     format's.
@@ -151,7 +152,7 @@ class KvPlacement(Protocol):
         """Bytes of blocks that may be allocated. free_bytes: of the device; longest: blocks of the longest sequence."""
 
     def allocate(self, shape: KVShape, blocks: int, longest: int, backend: Backend) -> list[Tensor]:
-        """What each layer writes to and reads from, [2, …, K, P, W]; what was there before is gone by then.
+        """What each layer writes to and reads from, [rows, …, K, P, W]; what was there before is gone by then.
 
         Raises ValueError where they have no room after all.
         """

@@ -40,6 +40,18 @@ MOE_SIZES: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+LATENT_SIZES: dict[str, Any] = (
+    LLAMA_SIZES
+    | MOE_SIZES
+    | {
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+)
 T5_SIZES: dict[str, Any] = {
     "d_model": 64,
     "d_ff": 96,
@@ -77,6 +89,7 @@ ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
+YARN_BY_DIM: dict[str, Any] = {"rope_theta": 10000.0, "mscale": 0.707, "mscale_all_dim": 0.707, **ROPE_SCALINGS["yarn"]}
 LONG_ROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -222,6 +235,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "dots1": (
         "dots1", LLAMA_SIZES | MOE_SIZES | {"norm_topk_prob": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2", LATENT_SIZES | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                                       "routed_scaling_factor": 4.0, "rope_parameters": YARN_BY_DIM},
+    ),
+    "deepseek_v2-lite": ("deepseek_v2", LATENT_SIZES | {"q_lora_rank": None, "rope_parameters": YARN_BY_DIM}),
+    "deepseek_v3": (
+        "deepseek_v3", LATENT_SIZES | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+                                       "rope_parameters": YARN_BY_DIM | {"mscale": 1.0}},
     ),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,

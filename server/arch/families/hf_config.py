@@ -78,13 +78,14 @@ FIELDS: dict[str, Kind] = {
         (
             SIZE,
             "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size full_attention_interval "
-            "head_dim hidden_size intermediate_size kv_channels linear_conv_kernel_dim linear_key_head_dim "
-            "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
-            "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
-            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads num_key_value_heads "
-            "num_kv_heads num_local_experts padded_vocab_size relative_attention_max_distance "
-            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group vocab_size "
-            "word_embed_proj_dim",
+            "head_dim hidden_size intermediate_size kv_channels kv_lora_rank linear_conv_kernel_dim "
+            "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+            "moe_intermediate_size moe_k moe_layer_freq moe_layer_interval multi_query_group_num n_embd n_embed "
+            "n_group n_head n_heads n_inner n_routed_experts no_rope_layer_interval num_attention_heads "
+            "num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts padded_vocab_size "
+            "q_lora_rank qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance "
+            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group v_head_dim "
+            "vocab_size word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -119,15 +120,16 @@ FIELDS: dict[str, Kind] = {
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
             "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias "
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
-            "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
-            "use_qkv_bias use_sliding_window",
+            "qkv_bias rope_interleave scale_decoder_outputs tie_word_embeddings truncate use_bias "
+            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,
-            "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type",
+            "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type "
+            "topk_method type",
         ),
         (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
-        (TEXTS, "layer_types"),
+        (TEXTS, "layer_types mlp_layer_types"),
         (WHOLES, "mlp_only_layers no_rope_layers"),
         (NUMBERS, "long_factor short_factor"),
     )
@@ -320,20 +322,22 @@ def _llama3(given: Config, config: Config) -> Scaling:
     return Llama3Scaling(given["factor"], given["low_freq_factor"], given["high_freq_factor"], _trained(given, config))
 
 
-def _yarn(given: Config, config: Config) -> Scaling:
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(given["factor"]) + 1.0 if given["factor"] > 1 else 1.0
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by, each, where sequences become `factor` as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    scale = given.get("attention_factor")
+
+def _yarn(given: Config, config: Config) -> Scaling:
+    scale, factor = given.get("attention_factor"), given["factor"]
     if scale is None and given.get("mscale") and given.get("mscale_all_dim"):
-        scale = magnitude(given["mscale"]) / magnitude(given["mscale_all_dim"])
+        scale = yarn_magnitude(factor, given["mscale"]) / yarn_magnitude(factor, given["mscale_all_dim"])
     return YarnScaling(
-        factor=given["factor"],
+        factor=factor,
         trained_positions=_trained(given, config),
         beta_fast=given.get("beta_fast") or 32.0,
         beta_slow=given.get("beta_slow") or 1.0,
         truncate=given.get("truncate", True),
-        magnitude=scale or magnitude(1.0),
+        magnitude=scale or yarn_magnitude(factor),
     )
 
 

@@ -121,7 +121,8 @@ class CpuBackend(ReferenceBackend):
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         if world_size > 1:
             return "ranks on CPUs speak to each other within a step"
-        if not can_read(self._dtype, spec.head_dim):
+        latent = spec.layers[0].latent
+        if not can_read(self._dtype, spec.head_dim, latent.rank if latent else 0):
             return f"attention with {spec.head_dim} features a head needs the sequences' lengths on the host"
         if self._calls_experts_one_by_one:
             return f"experts in {quantised} are called one by one"

@@ -9,13 +9,16 @@
 // by block, next to where the product reads them, and stay as they are for all rows that look at a chunk. The scales are
 // left to the scores, and to the weights of the values.
 //
+// Where a key's first numbers are its value (compressed keys and values), there are no stored values: those of a chunk are
+// put in order from its keys, once for all rows that look at it.
+//
 // Keys are taken in chunks at fixed places of the context. Each chunk's softmax is computed on its own, and a row's
 // chunks are folded together in their order, whoever computed them. So a row's result is bit for bit the same alone, in a
 // batch, inside a prompt, and on any number of threads. Scores, weights and sums are float32; in the product with
 // bfloat16 values the weights are bfloat16.
 //
-// Shapes: T tokens, S sequences, N heads, K kv heads, H head dim, B blocks, R rows: the queries that share a kv head, W
-// bytes that a key or value takes, with its scale.
+// Shapes: T tokens, S sequences, N heads, K kv heads, H head dim, V that of values, B blocks, R rows: the queries that share
+// a kv head, W bytes that a key or value takes, with its scale.
 
 #include <utility>
 
@@ -59,13 +62,14 @@ struct Step {
     const uint8_t* values;
     const Bf16* key_scales;  // [B, K, 16] in int8
     const Bf16* value_scales;
-    E* out;  // [T, N, H]
+    E* out;  // [T, N, V]
     const int64_t* positions;     // [T]
     const int64_t* visible;       // [T]
     const int64_t* block_tables;  // [S, table_stride]
     const int64_t* starts;        // [S + 1] or null where sequence s is token s
     long q_stride, table_stride, window;
-    int sequences, heads, kv_heads, head_dim;
+    int sequences, heads, kv_heads, head_dim, value_dim;
+    bool shares;  // whether values are the first numbers of keys
 
     int group() const { return heads / kv_heads; }
     long start(long sequence) const { return starts ? starts[sequence] : sequence; }
@@ -115,12 +119,12 @@ struct Tile {
 
 // What is known of `rows` rows after some of their keys: the largest score, and sums weighted by exp(score - largest).
 struct Partial {
-    float *largest, *total, *sums;  // [rows], [rows], [rows][H]
+    float *largest, *total, *sums;  // [rows], [rows], [rows][V]
 
     Partial(float* at, long rows) : largest(at), total(at + rows), sums(at + 2 * rows) {}
-    Partial from(int row, long head_dim) const { return {largest + row, total + row, sums + row * head_dim}; }
+    Partial from(int row, long value_dim) const { return {largest + row, total + row, sums + row * value_dim}; }
     // Vectors are stored whole: behind the last row there is room for one.
-    static long size(long rows, long head_dim) { return rows * (head_dim + 2) + LANES; }
+    static long size(long rows, long value_dim) { return rows * (value_dim + 2) + LANES; }
 
   private:
     Partial(float* largest, float* total, float* sums) : largest(largest), total(total), sums(sums) {}
@@ -150,7 +154,7 @@ struct Desk {
 
     explicit Desk(const Step<E>& step) {
         static thread_local Workspace memory;
-        const long rows = ROWS * TILES, size = Partial::size(rows, step.head_dim);
+        const long rows = ROWS * TILES, size = Partial::size(rows, step.value_dim);
         const long query_words = rows * blocks_of(step.words()) * LEFT_ROW<E>;
         const long copy_words = CHUNK<E> / PER_WORD<E> * max(step.head_dim, long(LANES));
         queries = memory.take<Word>(query_words + 2 * copy_words + 2 * size);
@@ -201,7 +205,7 @@ void score_keys(
 template <class E, int M, int NV>
 void weigh_values(
     const Word* left, const Word* const* values, const Word* const* next_keys, int blocks, long feature, long width,
-    long head_dim, int shift, float* sums_at
+    long value_dim, int shift, float* sums_at
 ) {
     constexpr int DEPTH = BLOCK_TOKENS / PER_WORD<E>;
     Floats sums[M][NV] = {};
@@ -217,7 +221,7 @@ void weigh_values(
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int v = 0; v < NV; v++) store(sums_at + m * head_dim + feature + v * LANES, sums[m][v]);
+        for (int v = 0; v < NV; v++) store(sums_at + m * value_dim + feature + v * LANES, sums[m][v]);
 }
 
 // Expand the open chunk's keys up to a number of blocks.
@@ -259,25 +263,25 @@ void score_tile(
 }
 
 // Words of a row of values: shorter heads are copied to rows of one vector.
-INLINE long value_width(long head_dim) { return max(head_dim, long(LANES)); }
+INLINE long value_width(long value_dim) { return max(value_dim, long(LANES)); }
 
 template <class E, int NV>
 void weigh_tile(const Step<E>& step, const Desk<E>& desk, int rows, int blocks, float* sums) {
     const auto function = weigh_values_of<E, NV>(rows, std::make_integer_sequence<int, MAX_ROWS<NV == 1 ? 2 : NV>>());
     // The last vectors may overlap those before them: they end where the head ends, and are computed twice.
-    const long head_dim = step.head_dim, width = value_width(head_dim);
-    for (long feature = 0; feature < head_dim; feature += NV * LANES)
+    const long value_dim = step.value_dim, width = value_width(value_dim);
+    for (long feature = 0; feature < value_dim; feature += NV * LANES)
         function(
-            desk.weights, desk.values, desk.next_keys, blocks, min(feature, width - NV * LANES), width, head_dim,
+            desk.weights, desk.values, desk.next_keys, blocks, min(feature, width - NV * LANES), width, value_dim,
             step.shift(), sums
         );
 }
 
 template <class E>
 void weigh_tile(const Step<E>& step, const Desk<E>& desk, int rows, int blocks, float* sums) {
-    const long head_dim = step.head_dim;
-    if (head_dim % (4 * LANES) == 0 && rows <= MAX_ROWS<4>) return weigh_tile<E, 4>(step, desk, rows, blocks, sums);
-    if (head_dim >= 2 * LANES) return weigh_tile<E, 2>(step, desk, rows, blocks, sums);
+    const long value_dim = step.value_dim;
+    if (value_dim % (4 * LANES) == 0 && rows <= MAX_ROWS<4>) return weigh_tile<E, 4>(step, desk, rows, blocks, sums);
+    if (value_dim >= 2 * LANES) return weigh_tile<E, 2>(step, desk, rows, blocks, sums);
     weigh_tile<E, 1>(step, desk, rows, blocks, sums);
 }
 
@@ -333,21 +337,21 @@ float weigh(const float* scores, int count, float best, const float* value_scale
 }
 
 // Add what is known from later keys.
-void fold(const Partial& into, const Partial& part, long rows, long head_dim) {
+void fold(const Partial& into, const Partial& part, long rows, long value_dim) {
     for (long row = 0; row < rows; row++) {
         if (part.largest[row] == NEVER) continue;
         const float best = into.largest[row] > part.largest[row] ? into.largest[row] : part.largest[row];
         const float kept = exp(into.largest[row] - best), added = exp(part.largest[row] - best);
         into.largest[row] = best;
         into.total[row] = into.total[row] * kept + part.total[row] * added;
-        float* sums = into.sums + row * head_dim;
-        for (long i = 0; i < head_dim; i++) sums[i] = sums[i] * kept + part.sums[row * head_dim + i] * added;
+        float* sums = into.sums + row * value_dim;
+        for (long i = 0; i < value_dim; i++) sums[i] = sums[i] * kept + part.sums[row * value_dim + i] * added;
     }
 }
 
-void clear(const Partial& partial, long rows, long head_dim) {
+void clear(const Partial& partial, long rows, long value_dim) {
     for (long row = 0; row < rows; row++) partial.largest[row] = NEVER, partial.total[row] = 0;
-    memset(partial.sums, 0, rows * head_dim * sizeof(float));
+    memset(partial.sums, 0, rows * value_dim * sizeof(float));
 }
 
 // ---------------------------------------------------------------------------------------------- tasks and their chunks
@@ -369,6 +373,23 @@ void prepare(const Step<E>& step, const Task& task, Desk<E>& desk) {
     }
 }
 
+// Turn a square of words: row i, lane j becomes row j, lane i.
+INLINE void transpose(Words (&rows)[LANES]) {
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2) {
+        // Of two rows that are `width` apart: the lanes of both whose number lacks that bit, and those that have it.
+        const Ints has = (iota() & width) != 0;
+        const Ints lacking = iota() + (has & (LANES - width)), having = lacking + width;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & width) continue;
+            const Words first = rows[i], second = rows[i + width];
+            rows[i] = __builtin_shuffle(first, second, lacking);
+            rows[i + width] = __builtin_shuffle(first, second, having);
+        }
+    }
+}
+
 // The first tokens of a block of values, zeros behind them: memory that was never written may hold NaN, which would
 // survive a weight of 0.
 template <class E>
@@ -377,6 +398,47 @@ void copy_values(Word* to, const Word* from, long tokens, long head_dim) {
     memset(to, 0, BLOCK_TOKENS / PER_WORD<E> * width * sizeof(Word));
     for (; tokens > 0; tokens -= PER_WORD<E>, to += width, from += head_dim)
         for (long i = 0; i < head_dim; i++) to[i] = tokens < PER_WORD<E> ? from[i] & 0xFFFF : from[i];
+}
+
+// Values of a block, LANES words of keys at a time, from the words of keys `first` to `first` + LANES.
+template <class E>
+INLINE void share_square(Word* to, const Word* keys, long first, long tokens, long width) {
+    for (long begin = 0; begin < BLOCK_TOKENS; begin += LANES) {
+        Words square[LANES];
+        for (int i = 0; i < LANES; i++) square[i] = load(keys + (first + i) * BLOCK_TOKENS + begin);
+        transpose(square);
+        for (long i = tokens > begin ? tokens - begin : 0; i < LANES; i++) square[i] = Words{};
+        if constexpr (PER_WORD<E> == 1) {
+            for (int i = 0; i < LANES; i++) store(to + (begin + i) * width + first, square[i]);
+        } else {
+            const Ints low = (iota() >> 1) + ((iota() & 1) * LANES), high = low + LANES / 2;
+            for (int i = 0; i < LANES; i += 2) {
+                const Words even = (square[i] & 0xFFFFu) | square[i + 1] << 16;
+                const Words odd = square[i] >> 16 | (square[i + 1] & 0xFFFF0000u);
+                Word* at = to + (begin + i) / 2 * width + 2 * first;
+                store(at, __builtin_shuffle(even, odd, low));
+                store(at + LANES, __builtin_shuffle(even, odd, high));
+            }
+        }
+    }
+}
+
+// Values of a block from its keys, of the first `tokens` tokens, zeros behind them.
+template <class E>
+void share_keys(Word* to, const Word* keys, long tokens, long value_dim) {
+    constexpr int W = PER_WORD<E>;
+    const long width = value_width(value_dim), words = value_dim / W;
+    if (words >= LANES) {
+        for (long first = 0; first < words; first += LANES)
+            share_square<E>(to, keys, min(first, words - LANES), tokens, width);
+        return;
+    }
+    const E* from = reinterpret_cast<const E*>(keys);
+    E* values = reinterpret_cast<E*>(to);
+    memset(to, 0, BLOCK_TOKENS / W * width * sizeof(Word));
+    for (long token = 0; token < tokens; token++)
+        for (long i = 0; i < value_dim; i++)
+            values[(token / W * width + i) * W + token % W] = from[(i / W * BLOCK_TOKENS + token) * W + i % W];
 }
 
 // Where a chunk's blocks are: body(block, which of all heads' blocks), the last one again for those that are missing.
@@ -393,7 +455,7 @@ template <class E>
 void open_chunk(const Step<E>& step, const Task& task, long chunk, Desk<E>& desk) {
     const long size = BLOCK_TOKENS * step.head_dim * element_bytes<E>(step.cache.kind);
     desk.expanded_keys = desk.expanded_values = 0;
-    desk.keeps_keys = task.rows > ROWS;
+    desk.keeps_keys = task.rows > ROWS || step.shares;
     each_block(step, task, chunk, [&](int block, long index) {
         const uint8_t *keys = step.keys + index * size, *values = step.values + index * size;
         const Word* words = reinterpret_cast<const Word*>(keys);
@@ -428,6 +490,20 @@ void take_values(Desk<E>& desk, int keys, long head_dim) {
         Word* copy = desk.copies + block * (BLOCK_TOKENS / PER_WORD<E>) * value_width(head_dim);
         copy_values<E>(copy, desk.stored_values[block], tokens, head_dim);
         desk.values[block] = copy;
+    }
+}
+
+// Make the values of the open chunk's first `keys` keys of these, as far as they are not yet: of a block that is not full,
+// again for rows that see more of it.
+template <class E>
+void share_values(const Step<E>& step, Desk<E>& desk, int keys) {
+    const long size = BLOCK_TOKENS / PER_WORD<E> * value_width(step.value_dim);
+    for (int block = desk.expanded_values; block < blocks_of_keys(keys); block++) {
+        const int tokens = int(min(keys - block * BLOCK_TOKENS, BLOCK_TOKENS));
+        Word* copy = desk.copies + block * size;
+        desk.values[block] = copy;
+        share_keys<E>(copy, desk.keys[block * KEY_VECTORS], tokens, step.value_dim);
+        if (tokens == BLOCK_TOKENS) desk.expanded_values = block + 1;
     }
 }
 
@@ -480,7 +556,9 @@ void attend_tile(
         part.largest[row] = finish_scores(step, tile.places[row], first_key, blocks * BLOCK_TOKENS, key_scales, scores);
         part.total[row] = weigh<E>(scores, blocks * BLOCK_TOKENS, part.largest[row], value_scales, weights);
     }
-    if (step.has_codes())
+    if (step.shares)
+        share_values(step, desk, keys);
+    else if (step.has_codes())
         expand_values(step, desk, keys);
     else
         take_values(desk, keys, step.head_dim);
@@ -496,12 +574,12 @@ void attend_chunk(const Step<E>& step, const Task& task, Desk<E>& desk, long chu
     open_chunk(step, task, chunk, desk);
     for (int t = 0; t < parts.number; t++) {
         const int first = parts.first(t), rows = parts.length(t), keys = keys_of(t);
-        const Partial mine = part.from(first, step.head_dim);
+        const Partial mine = part.from(first, step.value_dim);
         const Word* left = desk.queries + first * blocks_of(step.words()) * LEFT_ROW<E>;
         if (keys > 0)
             attend_tile(step, desk, desk.tiles[t], left, rows, first_key, keys, mine);
         else
-            clear(mine, rows, step.head_dim);
+            clear(mine, rows, step.value_dim);
     }
 }
 
@@ -509,13 +587,13 @@ template <class E>
 void finish(const Step<E>& step, const Task& task, const Partial& folded) {
     for (int row = 0; row < task.rows; row++) {
         const Place place = place_of(step, task, row);
-        E* out = step.out + (place.token * step.heads + place.head) * step.head_dim;
-        const float* sums = folded.sums + row * step.head_dim;
+        E* out = step.out + (place.token * step.heads + place.head) * step.value_dim;
+        const float* sums = folded.sums + row * step.value_dim;
         float total = folded.total[row];
         if (step.scores.sinks && total > 0) total += exp(step.scores.sinks[place.head] - folded.largest[row]);
         const float scale = total > 0 ? step.cache.value_scale / total : 0.0f;
-        for (long i = 0; i < step.head_dim; i += LANES)
-            store_part(out + i, load_part(sums + i, step.head_dim - i) * scale, step.head_dim - i);
+        for (long i = 0; i < step.value_dim; i += LANES)
+            store_part(out + i, load_part(sums + i, step.value_dim - i) * scale, step.value_dim - i);
     }
 }
 
@@ -534,7 +612,7 @@ void attend_tasks(const Step<E>& step, const Task* tasks, Queue& queue) {
                 expect_chunk(step, next, is_last ? next.first_chunk : chunk + 1, desk);
                 const bool is_first = chunk == task.first_chunk;
                 attend_chunk(step, task, desk, chunk, is_first ? folded : part);
-                if (!is_first) fold(folded, part, task.rows, step.head_dim);
+                if (!is_first) fold(folded, part, task.rows, step.value_dim);
             }
             finish(step, task, folded);
         }
@@ -566,7 +644,7 @@ void fold_units(const Step<E>& step, const Task* tasks, float* parts, long size,
             const Task& task = tasks[index];
             const Partial folded(parts + task.first_unit * size, task.rows);
             for (long i = 1; i < task.stop_chunk - task.first_chunk; i++)
-                fold(folded, Partial(parts + (task.first_unit + i) * size, task.rows), task.rows, step.head_dim);
+                fold(folded, Partial(parts + (task.first_unit + i) * size, task.rows), task.rows, step.value_dim);
             finish(step, task, folded);
         }
     }
@@ -611,48 +689,31 @@ void attend_step(const Step<E>& step, int threads) {
     const long units = tasks[count - 1].first_unit + tasks[count - 1].stop_chunk - tasks[count - 1].first_chunk;
     if (threads == 1 || count >= 4 * threads || units == count)
         return on_threads(threads, count, 1, [&](Queue& queue) { attend_tasks(step, tasks, queue); });
-    const long size = Partial::size(ROWS * TILES, step.head_dim);
+    const long size = Partial::size(ROWS * TILES, step.value_dim);
     float* parts = part_memory.take<float>(units * size);
     on_threads(threads, units, 1, [&](Queue& queue) { attend_units(step, tasks, parts, size, queue); });
     on_threads(threads, count, 1, [&](Queue& queue) { fold_units(step, tasks, parts, size, queue); });
 }
 
-// See Step for the shapes; kv is [2, B, K, 16, W].
+// See Step for the shapes; kv is [2, B, K, 16, W], or [1, …] where values are the first `rank` numbers of keys.
 template <class E>
 void attend(
     const Scores* scores, const Cache* cache, const E* q, long q_stride, const uint8_t* kv, long blocks, E* out,
     const int64_t* positions, const int64_t* visible, const int64_t* block_tables, long table_stride,
-    const int64_t* starts, int sequences, int heads, int kv_heads, int head_dim, long window, int threads
+    const int64_t* starts, int sequences, int heads, int kv_heads, int head_dim, int rank, long window, int threads
 ) {
-    const uint8_t* values = kv + part_bytes<E>(cache->kind, blocks, kv_heads, head_dim);
+    const uint8_t* values = rank ? kv : kv + part_bytes<E>(cache->kind, blocks, kv_heads, head_dim);
     const long scales_at = blocks * kv_heads * BLOCK_TOKENS * head_dim;  // in int8
     attend_step(
         Step<E>{
             *scores, *cache, q, kv, values, reinterpret_cast<const Bf16*>(kv + scales_at),
             reinterpret_cast<const Bf16*>(values + scales_at), out, positions, visible, block_tables, starts, q_stride, table_stride, window,
-            sequences, heads, kv_heads, head_dim},
+            sequences, heads, kv_heads, head_dim, rank ? rank : head_dim, rank > 0},
         threads
     );
 }
 
 // -------------------------------------------------------------------------------------------------------- the cache
-
-// Turn a square of words: row i, lane j becomes row j, lane i.
-INLINE void transpose(Words (&rows)[LANES]) {
-#pragma GCC unroll 4
-    for (int width = LANES / 2; width; width /= 2) {
-        // Of two rows that are `width` apart: the lanes of both whose number lacks that bit, and those that have it.
-        const Ints has = (iota() & width) != 0;
-        const Ints lacking = iota() + (has & (LANES - width)), having = lacking + width;
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            if (i & width) continue;
-            const Words first = rows[i], second = rows[i + width];
-            rows[i] = __builtin_shuffle(first, second, lacking);
-            rows[i + width] = __builtin_shuffle(first, second, having);
-        }
-    }
-}
 
 // Keys [H] of `count` tokens, `stride` elements apart, to a block's keys from one place on: squares of words, and what is
 // left token by token.
@@ -729,6 +790,7 @@ struct WriteAsComputed {
         uint8_t* keys, uint8_t* values, Bf16*, Bf16*, const E* key, const E* value, const Run& run
     ) const {
         write_keys(reinterpret_cast<Word*>(keys) + run.place, key, k_stride, run.count, head_dim / PER_WORD<E>);
+        if (!value) return;
         write_values(reinterpret_cast<E*>(values), value, v_stride, run.count, run.place, head_dim);
     }
     long k_stride, v_stride, head_dim;
@@ -762,22 +824,25 @@ struct WriteCodes {
         uint8_t* keys, uint8_t* values, Bf16* key_scales, Bf16* value_scales, const E* key, const E* value, const Run& run
     ) const {
         constexpr int W = PER_WORD<E>;
-        for (long i = 0; i < run.count; i++, key += k_stride, value += v_stride) {
+        for (long i = 0; i < run.count; i++, key += k_stride) {
             const long token = run.place + i;
             const Bf16 key_scale = write_row<E, KIND>(keys, key, head_dim, cache.key_scale, [&](long feature) {
                 return (feature / W * BLOCK_TOKENS + token) * W + feature % W;
             });
+            if (KIND == INT8) key_scales[token] = key_scale;
+            if (!value) continue;
             const Bf16 value_scale = write_row<E, KIND>(values, value, head_dim, cache.value_scale, [&](long feature) {
                 return (token / W * head_dim + feature) * W + token % W;
             });
-            if (KIND == INT8) key_scales[token] = key_scale, value_scales[token] = value_scale;
+            if (KIND == INT8) value_scales[token] = value_scale;
+            value += v_stride;
         }
     }
     long k_stride, v_stride, head_dim;
     const Cache& cache;
 };
 
-// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, W]; a slot below 0 is nowhere. A run is written by the
+// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, W], or k alone, where v is null; a slot below 0 is nowhere. A run is written by the
 // thread that takes its first token.
 template <class E, class Write>
 void write_runs(
@@ -795,7 +860,7 @@ void write_runs(
                 for (int head = 0; run.count && head < kv_heads; head++) {
                     const long index = run.block * kv_heads + head, scales_at = index * BLOCK_TOKENS;
                     const E* key = k + token * write_run.k_stride + head * head_dim;
-                    const E* value = v + token * write_run.v_stride + head * head_dim;
+                    const E* value = v ? v + token * write_run.v_stride + head * head_dim : nullptr;
                     write_run(
                         kv + index * size, values + index * size, key_scales + scales_at, value_scales + scales_at, key,
                         value, run

@@ -51,6 +51,7 @@ class KernelAttention(StoringAttention):
     def __init__(self, kernels: Kernels, scores: Scores, cache: KvFormat = AS_COMPUTED):
         self._kernels = kernels
         self._stock = BatchedAttention(scores, cache)
+        self._rank = scores.rank
         self._cache = _Cache(KINDS[cache.name], *cache.scales)
         self._cache_at = ctypes.addressof(self._cache)
         self._slopes = torch.tensor(scores.slopes)
@@ -67,18 +68,20 @@ class KernelAttention(StoringAttention):
         self._scores_at = ctypes.addressof(self._scores)
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
-        blocks, kv_heads, head_dim = kv.shape[1], kv.shape[2], k.shape[2]
-        if not can_read(k.dtype, head_dim):
+        if not can_read(k.dtype, k.shape[2]):
             return self._stock.write(kv, k, v, meta)
-        k, v = _with_whole_heads(k), _with_whole_heads(v)
+        self._write(kv, _with_whole_heads(k), _with_whole_heads(v), meta)
+
+    def _write(self, kv: Tensor, k: Tensor, v: Tensor | None, meta: StepMeta) -> None:
+        blocks, kv_heads, head_dim = kv.shape[1], kv.shape[2], k.shape[2]
         self._kernels.write[k.dtype](
             self._cache_at,
             kv.data_ptr(),
             blocks,
             k.data_ptr(),
-            v.data_ptr(),
+            None if v is None else v.data_ptr(),
             k.stride(0),
-            v.stride(0),
+            0 if v is None else v.stride(0),
             meta.slots.data_ptr(),
             len(k),
             kv_heads,
@@ -88,18 +91,29 @@ class KernelAttention(StoringAttention):
 
     def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
         kv_heads = kv.shape[2]
+        if self._rank:
+            return self._rotate_and_write_keys(heads, kv, rotation, meta)
         if rotation is not None:
             rotate(self._kernels, rotation, heads[:, :-kv_heads])
         q, k, v = split_heads(heads, kv_heads)
         self.write(kv, k, v, meta)
         return q
 
+    def _rotate_and_write_keys(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        """Of heads [T, N + K, H], whose keys have their values in them."""
+        if not can_read(heads.dtype, heads.shape[2], self._rank):
+            return self._stock.rotate_and_write(heads, kv, rotation, meta)
+        if rotation is not None:
+            rotate(self._kernels, rotation, heads, self._rank)
+        self._write(kv, heads[:, -kv.shape[2] :], None, meta)
+        return heads[:, : -kv.shape[2]]
+
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         blocks, kv_heads, head_dim = kv.shape[1], kv.shape[2], q.shape[2]
-        if not can_read(q.dtype, head_dim):
+        if not can_read(q.dtype, head_dim, self._rank):
             return self._stock.attend(q, kv, meta, window)
         q = _with_whole_heads(q)
-        out = q.new_empty(q.shape)
+        out = q.new_empty(*q.shape[:2], self._rank or head_dim)
         sequences = len(meta.block_tables)
         # Where all decode, sequence s owns token s.
         starts = None if sequences == meta.num_decodes else meta.starts.long()
@@ -120,21 +134,22 @@ class KernelAttention(StoringAttention):
             q.shape[1],
             kv_heads,
             head_dim,
+            self._rank,
             window,
             torch.get_num_threads(),
         )
         return out
 
 
-def rotate(kernels: Kernels, rotation: Rotation, heads: Tensor) -> None:
-    """Rotate the leading features of every head of heads [T, n, H] in place; a token's heads lie in one run.
+def rotate(kernels: Kernels, rotation: Rotation, heads: Tensor, first: int = 0) -> None:
+    """Rotate the features from `first` on of every head of heads [T, n, H] in place; a token's heads lie in one run.
 
     Queries and keys that stand side by side, as a projection leaves them, are rotated together.
     """
     tokens, count, head_dim = heads.shape
     assert heads.stride(2) == 1 and heads.stride(1) == head_dim
     kernels.rotate[heads.dtype](
-        heads.data_ptr(),
+        heads.data_ptr() + first * heads.itemsize,
         heads.stride(0),
         rotation.cos.data_ptr(),
         rotation.sin.data_ptr(),
@@ -147,9 +162,9 @@ def rotate(kernels: Kernels, rotation: Rotation, heads: Tensor) -> None:
     )
 
 
-def can_read(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels compute with such heads: pairs of bfloat16 share a word."""
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)
+def can_read(dtype: torch.dtype, head_dim: int, rank: int = 0) -> bool:
+    """Whether the kernels compute with such heads: pairs of bfloat16 share a word. rank: see `Scores`."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == rank % 2 == 0)
 
 
 def _with_whole_heads(x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class Kernels:
         self.gate = self._by_dtype("gate", "ppllii")
         self.rotate = self._by_dtype("rotate", "plppllllii")
         self.write = self._by_dtype("write", "pplppllpliii")
-        self.attend = self._by_dtype("attend", "ppplplpppplpiiiili")
+        self.attend = self._by_dtype("attend", "ppplplpppplpiiiiili")
         self.delta = self._by_dtype("delta", "pppplppppli")
         self.summarise = self._function("summarise_logits", "pllllpppi")
         self.race = self._function("race_logits", "pllllppppi")

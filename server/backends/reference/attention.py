@@ -14,7 +14,7 @@ token's key or value takes in the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ class StoringAttention(ABC):
 
     @abstractmethod
     def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
-        """Rotate the queries and keys of heads [T, N + 2 K, H], store keys and values; the queries [T, N, H]."""
+        """Rotate the queries and keys of `heads`, store keys and values; the queries [T, N, H]."""
 
     @abstractmethod
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
@@ -50,12 +50,17 @@ class StockAttention(StoringAttention):
         self._cache.write(kv, k, v, meta.slots)
 
     def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
-        kv_heads = kv.shape[2]
-        turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
+        kv_heads, rank = kv.shape[2], self._scores.rank
+        turned, v = (heads, None) if rank else (heads[:, :-kv_heads], heads[:, -kv_heads:])
         if rotation is not None:
-            turned = rotate(rotation, turned)
+            turned = rotate(rotation, turned, rank)
         self._cache.write(kv, turned[:, -kv_heads:], v, meta.slots)
         return turned[:, :-kv_heads]
+
+    def _keys_and_values(self, parts: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Of all parts [..., H] of a cache."""
+        k, *v = parts
+        return k, v[0] if v else k[..., : self._scores.rank]
 
 
 class ReferenceAttention(StockAttention):
@@ -81,7 +86,7 @@ class ReferenceAttention(StockAttention):
         """Keys and values [L, N, H] of one sequence, kv heads repeated for the heads that share them."""
         length, block_size = meta.context_lengths[s], kv.shape[3]
         raw = kv[:, meta.block_tables[s, : -(-length // block_size)]].flatten(3)  # [2, blocks, K, P * W]
-        k, v = (
+        k, v = self._keys_and_values(
             self._cache.expand(blocks, head_dim, part).transpose(1, 2).flatten(0, 1)[:length].float()  # [L, K, H]
             for part, blocks in enumerate(raw)
         )
@@ -112,7 +117,7 @@ class BatchedAttention(StockAttention):
         raw = (queries @ k.transpose(2, 3)).float()  # [G, K, g, L]
         scores = self._finish(raw.flatten(1, 2).transpose(0, 1), *distances(meta, slice(first, last), length, window))
         weights = _weights(self._scores, scores).transpose(0, 1).unflatten(1, (kv_heads, -1))
-        return (weights.to(q.dtype) @ v).view(last - first, -1, head_dim)
+        return (weights.to(q.dtype) @ v).view(last - first, -1, v.shape[-1])
 
     def _chunk(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
         """One sequence's queries [n, N, H] over its own context."""
@@ -148,17 +153,16 @@ class BatchedAttention(StockAttention):
         In the queries' dtype. One copy that leaves every head's tokens in one run, which is how a matrix product wants
         them; from a quantised cache, one of the codes and one of what they stand for.
         """
-        _, _, kv_heads, block_size, width = kv.shape
+        parts, _, kv_heads, block_size, width = kv.shape
         wanted = block_tables[:, None, : -(-longest // block_size)]  # [G, 1, blocks]
         rows = wanted * kv_heads + torch.arange(kv_heads, device=kv.device).unsqueeze(1)  # [G, K, blocks]
-        flat = kv.view(2, -1, block_size * width)
-        k, v = (
+        flat = kv.view(parts, -1, block_size * width)
+        return self._keys_and_values(
             self._cache.expand(blocks.index_select(0, rows.flatten()), q.shape[-1], part)
             .to(q.dtype)
             .view(*rows.shape[:2], -1, q.shape[-1])
             for part, blocks in enumerate(flat)
         )
-        return k, v
 
     def _finish(self, scores: Tensor, distance: Tensor, hidden: Tensor) -> Tensor:
         """Scale, cap, bias and mask raw scores [N, n, L] in place; distance and hidden are [n, L]."""
@@ -170,14 +174,14 @@ class BatchedAttention(StockAttention):
         return scores.masked_fill_(hidden, float("-inf"))
 
 
-def rotate(rotation: Rotation, x: Tensor) -> Tensor:
-    """Rotate the leading features of every head of x [T, heads, H] in float32; the others are kept."""
+def rotate(rotation: Rotation, x: Tensor, first: int = 0) -> Tensor:
+    """Rotate the features from `first` on of every head of x [T, heads, H] in float32; the others are kept."""
     half = rotation.cos.shape[-1]
-    rotated = x[..., : 2 * half].float()
+    rotated = x[..., first : first + 2 * half].float()
     a, b = (rotated[..., ::2], rotated[..., 1::2]) if rotation.interleaved else rotated.chunk(2, dim=-1)
     parts = (a * rotation.cos - b * rotation.sin, b * rotation.cos + a * rotation.sin)
     turned = torch.stack(parts, dim=-1).flatten(-2) if rotation.interleaved else torch.cat(parts, dim=-1)
-    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+    return torch.cat([x[..., :first], turned.to(x.dtype), x[..., first + 2 * half :]], dim=-1)
 
 
 def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:

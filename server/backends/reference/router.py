@@ -12,7 +12,6 @@ from server.arch.spec import Scoring
 from server.backends.protocol import RouterRule
 
 LEAST_SUM = 1e-20  # of weights that are to sum to 1
-RANKING = 2  # of a group, how many of its best experts tell how good it is
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ def choose(logits: Tensor, top_k: int, rule: RouterRule, *, renormalise: bool) -
 def _of_best_groups(wanted: Tensor, rule: RouterRule) -> Tensor:
     """wanted [T, E], but minus infinity outside of each token's best groups."""
     grouped = wanted.unflatten(1, (rule.num_groups, -1))
-    groups = grouped.topk(RANKING, dim=-1).values.sum(dim=-1).topk(rule.top_groups, dim=-1).indices
+    groups = grouped.topk(rule.group_best, dim=-1).values.sum(dim=-1).topk(rule.top_groups, dim=-1).indices
     is_left_out = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter(1, groups, False)
     return grouped.masked_fill(is_left_out.unsqueeze(-1), float("-inf")).flatten(1)
 

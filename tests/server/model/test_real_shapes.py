@@ -77,6 +77,7 @@ class Expected(NamedTuple):
 
 EVERY, UP_TO_4 = (1, 2, 4, 8), (1, 2, 4)
 OF_GPT_OSS = Rope(150000.0, 64, scaling=YarnScaling(32.0, 4096, truncate=False, magnitude=0.1 * math.log(32) + 1))
+OF_DEEPSEEK = YarnScaling(40.0, 4096, magnitude=1.0)
 EXPECTED = {
     "afm-4.5b": Expected(UP_TO_4, Rope(10000.0, 128)),  # 20 heads; its scaling is left out of the file
     "baichuan2-13b": Expected(EVERY, Alibi()),
@@ -85,6 +86,9 @@ EXPECTED = {
     "c4ai-command-r-v01": Expected(EVERY, Rope(8000000.0, 128, interleaved=True)),
     "c4ai-command-r7b": Expected(EVERY, None, (24, 4096)),
     "chatglm3-6b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
+    "deepseek-v2": Expected(EVERY, Rope(10000.0, 64, True, OF_DEEPSEEK)),
+    "deepseek-v2-lite": Expected(EVERY, Rope(10000.0, 64, True, OF_DEEPSEEK)),
+    "deepseek-v3": Expected(EVERY, Rope(10000.0, 64, True, OF_DEEPSEEK)),
     "dots.llm1": Expected(EVERY, Rope(10000000.0, 128)),
     "ernie-4.5-21b-a3b": Expected(UP_TO_4, Rope(500000.0, 128, interleaved=True)),  # 20 heads
     "ernie-4.5-0.3b": Expected(EVERY, Rope(500000.0, 128, interleaved=True)),
@@ -145,7 +149,7 @@ EXPECTED = {
 REPLICATED = re.compile(
     r"e_score_correction_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
     r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
-    r"|\.mlp\.router\.|\.down_proj_bias$"
+    r"|\.(q_a_proj|kv_a_proj_with_mqa)\.weight$|\.mlp\.router\.|\.down_proj_bias$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
 ROW_NORM = re.compile(r"\.[qk]_norm\.")
@@ -170,12 +174,14 @@ class Published:
         experts = range(fixture["experts"])
         per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search("{[imrf]}", p))
         is_hybrid = any("{f}" in pattern for pattern in fixture["tensors"])
-        layers = range(fixture["layers"])[: max(4 if is_hybrid else 2, most_tensors // per_layer)]
+        dense = fixture.get("dense", 0)
+        least = max(4 if is_hybrid else 2, 1 + dense if any("{m}" in pattern for pattern in fixture["tensors"]) else 0)
+        layers = range(fixture["layers"])[: max(least, most_tensors // per_layer)]
         config = fixture["config"].get("text_config", fixture["config"])
         config |= {key: len(layers) for key in NUMS_LAYERS if key in config}
         config |= {key: config[key][: len(layers)] for key in BY_LAYER & set(config)}
 
-        dense, attending = fixture.get("dense", 0), layers[3::4]
+        attending = layers[3::4]
         numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
         numbers |= {"{f}": attending, "{r}": [i for i in layers if i not in attending]}
 
@@ -302,7 +308,7 @@ def allowed_bytes(published: Published, spec: ArchSpec, world_size: int) -> floa
     """A rank's share of what is split, all of what is replicated, and 5 %."""
     replicated = sum(math.prod(shape) for name, shape in published.used.items() if REPLICATED.search(name))
     split = sum(math.prod(shape) for shape in published.used.values()) - replicated
-    if spec.num_kv_heads < world_size:
+    if spec.num_kv_heads < world_size and spec.layers[0].latent is None:
         one_head = 2 * spec.head_dim * (spec.hidden_size + spec.qkv_bias) * spec.num_layers  # its keys and values
         split, replicated = split - spec.num_kv_heads * one_head, replicated + one_head
     return 1.05 * DTYPE.itemsize * (split / world_size + replicated)
