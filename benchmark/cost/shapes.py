@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmark.result import BenchError
 from server.arch import families
+from server.arch.footprint import recurrence_size
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
 from server.arch.stages import stages_of
@@ -128,7 +129,7 @@ class ModelShape:
     @property
     def windows(self) -> Mapping[int, int]:
         """How many layers that attend have which window: tokens that a query sees, itself included; 0: all."""
-        return Counter(layer.window for layer in self.spec.layers if layer.recurrence is None)
+        return Counter(layer.window for layer in self.spec.layers if layer.attends)
 
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
@@ -280,15 +281,14 @@ class ModelShape:
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
         norms += 2 * spec.head_dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
-        if (kind := layer.recurrence) is not None:
+        if not layer.attends:
             norms -= 2 * spec.head_dim * spec.qk_norm
-            inner = kind.num_heads * kind.value_dim
-            beside = kind.channels * kind.conv + 2 * kind.num_heads + kind.value_dim  # convolution, fading, norm
-            attention, biases = hidden * (kind.channels + 2 * inner + 2 * kind.num_heads) + beside, 0
+            attention = biases = 0
         if (latent := layer.latent) is not None:
             attention = latent.parameters(hidden, spec.num_heads)
             norms += latent.query_rank + latent.rank
-        return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
+        recurrence = recurrence_size(layer.recurrence, hidden) if layer.recurrence is not None else 0
+        return attention + recurrence + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
 
 
 def _mlp_columns(mlp: Mlp) -> int:
@@ -410,7 +410,7 @@ def write_word_tokenizer(vocab_size: int, folder: Path) -> None:
 
 
 Roles = Mapping[str, str | tuple[str, ...]]
-DIVIDES_INPUTS = ("attention_out", "cross_out", "delta_out", "expert_down", "mlp_down", "shared_down")
+DIVIDES_INPUTS = ("attention_out", "conv_out", "cross_out", "delta_out", "expert_down", "mlp_down", "shared_down")
 
 
 @dataclass(frozen=True)
@@ -501,20 +501,13 @@ def _linears_of_stack(
 
 def _linears_of_layer(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
     """Role, outputs, inputs, copies, active ones."""
-    mixer = _linears_of_attention if layer.recurrence is None else _linears_of_recurrence
-    mixer = _linears_of_latent if layer.latent else mixer
-    yield from mixer(spec, layer, roles)
+    if layer.attends:
+        of_attention = _linears_of_latent if layer.latent else _linears_of_attention
+        yield from of_attention(spec, layer, roles)
+    if layer.recurrence is not None:
+        for role, (outputs, inputs) in layer.recurrence.linears(spec.hidden_size, roles).items():
+            yield role, outputs, inputs, 1, 1
     yield from _linears_of_mlp(spec, layer, roles)
-
-
-def _linears_of_recurrence(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
-    kind = layer.recurrence
-    assert kind is not None
-    hidden, inner = spec.hidden_size, kind.num_heads * kind.value_dim
-    whole = {"delta_qkvz": kind.channels + inner}
-    for role, outputs in (whole if "delta_qkvz" in roles else {"delta_qkv": kind.channels, "delta_z": inner}).items():
-        yield role, outputs, hidden, 1, 1
-    yield "delta_out", hidden, inner, 1, 1
 
 
 def _linears_of_latent(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:

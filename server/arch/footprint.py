@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from server.arch.spec import ArchSpec, Gated, GatedDelta, LayerSpec, Mlp, Moe
+from server.arch.recurrences import Recurrence
+from server.arch.spec import ArchSpec, Gated, LayerSpec, Mlp, Moe
 
 # What a step holds at once for each token, as far as that can be said before the profile run: copies of the residual
 # stream, and of what a layer's widest products give.
@@ -23,7 +24,7 @@ STATE_ITEMSIZE = 4  # bytes of a number of a recurrent layer's state
 
 def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
     """Memory of one rank's largest step, which has so many prompt tokens. itemsize: of a number."""
-    recurrent = max((kind.channels + kind.num_heads * kind.value_dim for kind in spec.recurrences), default=0)
+    recurrent = max((kind.step_width for kind in spec.recurrences), default=0)
     widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * spec.head_dim, recurrent)
     activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
     return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
@@ -52,7 +53,7 @@ def expert_sizes(spec: ArchSpec) -> dict[float, int]:
 
 def window_shares(spec: ArchSpec) -> dict[int, float]:
     """Which share of the layers that attend has which window: tokens that a query sees, itself included; 0: all."""
-    windows = [layer.window for layer in spec.layers if layer.recurrence is None]
+    windows = [layer.window for layer in spec.layers if layer.attends]
     return {window: count / len(windows) for window, count in Counter(windows).items()}
 
 
@@ -67,9 +68,9 @@ def _sizes(spec: ArchSpec) -> Iterator[int]:
 
 
 def _mixer(spec: ArchSpec, layer: LayerSpec) -> int:
-    if layer.recurrence is not None:
-        return _recurrence(layer.recurrence, spec.hidden_size)
-    return layer.latent.parameters(spec.hidden_size, spec.num_heads) if layer.latent else _attention(spec)
+    attention = layer.latent.parameters(spec.hidden_size, spec.num_heads) if layer.latent else _attention(spec)
+    recurrence = recurrence_size(layer.recurrence, spec.hidden_size) if layer.recurrence is not None else 0
+    return attention * layer.attends + recurrence
 
 
 def _attention(spec: ArchSpec) -> int:
@@ -77,9 +78,9 @@ def _attention(spec: ArchSpec) -> int:
     return spec.hidden_size * (2 * (queries + keys) + queries * spec.attention_gate)
 
 
-def _recurrence(kind: GatedDelta, hidden: int) -> int:
-    values = kind.num_heads * kind.value_dim
-    return hidden * (kind.channels + 2 * values + 2 * kind.num_heads) + kind.channels * kind.conv
+def recurrence_size(kind: Recurrence, hidden: int) -> int:
+    """Parameters of a recurrent layer in a model of this width."""
+    return sum(outputs * inputs for outputs, inputs in kind.linears(hidden).values()) + kind.parameters_beside(hidden)
 
 
 def _mlp(layer: LayerSpec, hidden: int) -> int:

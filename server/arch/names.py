@@ -14,6 +14,7 @@ Roles, each with `.weight` and where the model has one `.bias`:
     shared_gate, shared_up, shared_down; shared_router      what all tokens of its mixture go to; what weighs that
     delta_qkvz and delta_ba, by key heads; or delta_qkv, delta_z, delta_b, delta_a
     delta (.A_log, .dt_bias), delta_conv, delta_norm, delta_out     its gated delta rule, in attention's place
+    conv_in, short_conv, conv_out                           its short convolution, in attention's place
     final_norm, project_out, head                           after the layers
     relative_bias                                           bucketed bias on scores, [buckets, heads]
     cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from server.arch.recurrences import Recurrence
+
 SHARD_COUNTS = (1, 2, 4, 8)
 MOST_POSITIONS = 2**31 - 1  # of a sequence
 
@@ -226,41 +228,6 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
-class GatedDelta:
-    """A recurrent layer in attention's place: the gated delta rule (Yang et al. 2024, arXiv 2412.06464).
-
-    Each head has a memory of key_dim x value_dim numbers in float32. A token fades it, corrects what it holds under the
-    token's key, and reads it by the query. Before that, queries, keys and values pass a causal convolution over few
-    tokens; behind it, what was read is normalised and gated.
-    """
-
-    num_heads: int  # of values, each with a memory
-    num_key_heads: int  # of queries and keys, each shared by as many neighbouring heads
-    key_dim: int
-    value_dim: int
-    conv: int  # tokens that the convolution sees, itself included
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a token that pass the convolution: [queries | keys | values]."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def memory_size(self) -> int:
-        """Numbers of all heads' memories: [heads, key_dim, value_dim]."""
-        return self.num_heads * self.key_dim * self.value_dim
-
-    @property
-    def state_size(self) -> int:
-        """Numbers that a sequence's state has, however long it is: its memories, then the tokens of the convolution."""
-        return self.memory_size + (self.conv - 1) * self.channels
-
-    def part(self, world_size: int) -> GatedDelta:
-        """What one of so many ranks has of it."""
-        return replace(self, num_heads=self.num_heads // world_size, num_key_heads=self.num_key_heads // world_size)
-
-
-@dataclass(frozen=True)
 class Latent:
     """Attention over compressed keys and values (DeepSeek-AI 2024, arXiv 2405.04434).
 
@@ -307,7 +274,8 @@ class LayerSpec:
     window: int = 0  # tokens that a query sees, itself included; 0: all
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
     query_scale: QueryScale | None = None
-    recurrence: GatedDelta | None = None  # what stands in attention's place; None: it attends
+    attends: bool = True
+    recurrence: Recurrence | None = None  # what has a state, in attention's place or beside it
     latent: Latent | None = None  # how keys and values are compressed; None: they are not
 
     @property
@@ -362,8 +330,8 @@ class ArchSpec:
         return len(self.layers)
 
     @property
-    def recurrences(self) -> list[GatedDelta]:
-        """Those of the layers that have a state in place of a KV cache."""
+    def recurrences(self) -> list[Recurrence]:
+        """Those of the layers that have a state."""
         return [layer.recurrence for layer in self.layers if layer.recurrence is not None]
 
     @property
@@ -433,7 +401,9 @@ def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
     mlps = [layer.mlp for layer in spec.layers]
     shared = {mlp.shared_width for mlp in mlps if isinstance(mlp, Moe)}
     sizes = {"attention heads": {spec.num_heads}, "mlp columns": {mlp.width for mlp in mlps} | shared}
-    sizes["key heads of recurrent layers"] = {kind.num_key_heads for kind in spec.recurrences}
+    for kind in spec.recurrences:
+        for what, size in kind.divided.items():
+            sizes.setdefault(what, set()).add(size)
     problems = [
         f"the model has {size} {what}, which --num-shard {world_size} does not divide"
         for what, values in sizes.items()

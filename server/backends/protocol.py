@@ -22,7 +22,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.spec import Activation, ArchSpec, GatedDelta, Scoring
+from server.arch.recurrences import GatedDelta, ShortConv
+from server.arch.spec import Activation, ArchSpec, Scoring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
 from server.quantisation.kv import AS_COMPUTED, KvFormat
@@ -237,6 +238,25 @@ class DeltaWeights:
     eps: float
 
 
+@dataclass(frozen=True)
+class ShortConvWeights:
+    """What one rank's short convolution has beside matrices, C being its channels."""
+
+    kind: ShortConv  # this rank's part
+    conv: Tensor  # [C, tokens] float32, the latest token last
+    bias: Tensor | None = None  # [C] float32, added to what is convolved
+
+
+class ConvRule(Protocol):
+    """One rank's short convolution. Its sums are the same however a sequence is divided into steps."""
+
+    def __call__(self, bcx: Tensor, state: Tensor, meta: StepMeta) -> Tensor:
+        """c * convolved(b * x) of the step's tokens, [T, C] in the dtype of bcx [T, 3 C].
+
+        state: [rows, state_size] float32, as of a `DeltaRule`.
+        """
+
+
 class DeltaRule(Protocol):
     """One rank's gated delta rule. Its sums are the same however a sequence is divided into steps."""
 
@@ -405,6 +425,9 @@ class Backend(Protocol):
 
     def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
         """The gated delta rule of a recurrent layer."""
+
+    def short_conv(self, weights: ShortConvWeights) -> ConvRule:
+        """The short convolution of a recurrent layer."""
 
     def measured_products(self) -> Sequence[str]:
         """Which way each product is computed that was measured, for people; none where none was."""

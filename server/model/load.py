@@ -24,7 +24,7 @@ from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.layers.qk_norm import DividedRowNorm, HeadNorm, QkNorm, RowNorm
 from server.model.latent import load_latent
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer, Mixer
-from server.model.recurrent import load_delta
+from server.model.recurrent import load_recurrence
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
 from server.quantisation.kv import AS_COMPUTED, Float8, KvFormat
@@ -133,7 +133,7 @@ class StackLoader:
 
         None: the layer does not attend.
         """
-        if self.spec.layers[layer].recurrence is not None:
+        if not self.spec.layers[layer].attends:
             return None
         weights, scores, cache = self.weights.of_layer(layer), self._scores, self.cache
         is_compressed = self.spec.layers[layer].latent is not None
@@ -195,7 +195,7 @@ class StackLoader:
 
     def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer:
         if layer.recurrence is not None:
-            return load_delta(self.weights, self.spec, layer.recurrence, self.backend)
+            return load_recurrence(self.weights, self.spec, layer.recurrence, self.backend)
         assert attention is not None
         if layer.latent is not None:
             return load_latent(self.weights, self.spec, layer, self.backend, attention)

@@ -130,7 +130,7 @@ def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> 
             "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
         )
     places = _places(config, device, "kv", config.kv_on_device, config.kv_on_host, NO_KV_FOLDER)
-    windows = [layer.window for layer in spec.layers if layer.recurrence is None]
+    windows = [layer.window for layer in spec.layers if layer.attends]
     encoder_layers = spec.encoder.num_layers if spec.encoder else 0
     return OffloadedKv(on_device, places, windows, encoder_layers)
 

@@ -1,24 +1,28 @@
-"""A recurrent layer in attention's place: the projections around a gated delta rule, and this rank's part of them.
+"""Recurrent layers in attention's place: the projections around a recurrence, and this rank's part of them.
 
-A sequence's state is a row of the layer's cache [rows, W] float32, W being `GatedDelta.state_size`. Heads are divided
-over the ranks by those of keys, each with the heads of values that share it.
+A sequence's state is a row of the layer's cache [rows, W] float32, W being `Recurrence.state_size`. Of a gated delta
+rule, heads are divided over the ranks by those of keys, each with the heads of values that share it; of a short
+convolution, channels.
 
-Shapes: T tokens in the step, D model width, N local heads, K heads of keys of all ranks.
+Shapes: T tokens in the step, D model width, C local channels, N local heads, K heads of keys of all ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, GatedDelta
-from server.backends.protocol import Backend, DeltaRule, DeltaWeights, LinearFormat
+from server.arch.recurrences import GatedDelta, Recurrence, ShortConv
+from server.arch.spec import ArchSpec
+from server.backends.protocol import Backend, ConvRule, DeltaRule, DeltaWeights, LinearFormat, ShortConvWeights
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, merged
 from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
-from server.model.layer import LayerStep
+from server.model.layer import LayerStep, Mixer
 
 
 @dataclass(frozen=True)
@@ -124,3 +128,47 @@ def _of_groups(groups: range, sizes: list[int]) -> Ranges:
             for group in groups
         ]
     )
+
+
+@dataclass(frozen=True)
+class ShortConvBlock:
+    """Projections around a short convolution. See `layer.Mixer`."""
+
+    bcx: ColumnLinear  # rows [b | c | x] of this rank's channels
+    out: RowLinear
+    rule: ConvRule
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [self.bcx.weight, self.out.weight]
+
+    def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
+        """x [T, D] → what comes out of its channels [T, C], not yet projected; states in `kv` [rows, W] advance."""
+        return self.rule(self.bcx(x), kv, step.meta)
+
+
+def load_short_conv(weights: Weights, spec: ArchSpec, kind: ShortConv, backend: Backend) -> ShortConvBlock:
+    """This rank's part of one layer with a short convolution."""
+    linears, channels = kind.linears(spec.hidden_size), kind.channels
+    start, stop = weights.shard.range(channels)
+    ranges = [(part * channels + start, part * channels + stop) for part in range(3)]
+    bcx = load_column(weights, "conv_in", linears["conv_in"], backend.linear, bias=kind.bias, ranges=merged(ranges))
+    exact = replace(weights, dtype=torch.float32)
+    rule = ShortConvWeights(
+        kind=kind.part(weights.shard.world_size),
+        conv=exact.filters("short_conv", (channels, kind.conv), [(start, stop)]),
+        bias=exact.bias("short_conv", channels, ranges=[(start, stop)]) if kind.bias else None,
+    )
+    out = load_row(weights, "conv_out", linears["conv_out"], backend.linear, bias=kind.bias)
+    return ShortConvBlock(bcx, out, backend.short_conv(rule))
+
+
+LOADERS: Mapping[type, Callable[[Weights, ArchSpec, Any, Backend], Mixer]] = {
+    GatedDelta: load_delta,
+    ShortConv: load_short_conv,
+}
+
+
+def load_recurrence(weights: Weights, spec: ArchSpec, kind: Recurrence, backend: Backend) -> Mixer:
+    """This rank's part of one recurrent layer."""
+    return LOADERS[type(kind)](weights, spec, kind, backend)

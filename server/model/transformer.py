@@ -197,7 +197,8 @@ def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cac
     kinds = [spec.layers[layer].recurrence for layer in stage.layers]
     states = [0 if kind is None else kind.part(shard.world_size).state_size for kind in kinds]
     kv_heads, rows = len(local_kv_heads(spec, shard)), spec.layers[0].cache_rows
-    return KVShape(states.count(0), kv_heads, spec.head_dim, dtype, format=cache, rows=rows, states=tuple(states))
+    attending = sum(spec.layers[layer].attends for layer in stage.layers)
+    return KVShape(attending, kv_heads, spec.head_dim, dtype, format=cache, rows=rows, states=tuple(states))
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

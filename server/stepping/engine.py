@@ -122,7 +122,7 @@ class Engine:
         decodes = DecodeGraphs(
             capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
         )
-        # A gated delta rule in stock operators asks the host where prompts end.
+        # A recurrence in stock operators asks the host where prompts end.
         is_plain = not self.has_encoder and stage.count == 1 and not self.kv_shape.bytes_per_sequence
         return Graphs(
             decodes, None if not is_plain else MixedGraphs(capture, self._hidden, self.device, tables, most=most)

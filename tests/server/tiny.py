@@ -146,6 +146,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA_SIZES),
     "qwen3_5_moe": ("qwen3_5_moe_text", DELTA_EXPERTS),
     "qwen3_next": ("qwen3_next", DELTA_EXPERTS | {"mlp_only_layers": [0]}),
+    "lfm2": (
+        "lfm2", LLAMA_SIZES | {"num_hidden_layers": 4, "block_auto_adjust_ff_dim": False,
+                               "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
+    ),
     "gemma": ("gemma", LLAMA_SIZES | {"head_dim": 16}),
     "gemma2": (
         "gemma2", LLAMA_SIZES | {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24,

@@ -8,7 +8,7 @@ Fields that no family reads pass, and so does null, which counts as left out. Le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -85,7 +85,8 @@ FIELDS: dict[str, Kind] = {
             "num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts padded_vocab_size "
             "q_lora_rank qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance "
             "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group v_head_dim "
-            "vocab_size word_embed_proj_dim",
+            "vocab_size word_embed_proj_dim "
+            "block_ff_dim block_multiple_of conv_L_cache",
         ),
         (
             POSITIONS,
@@ -113,7 +114,8 @@ FIELDS: dict[str, Kind] = {
             "layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_epsilon "
             "partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq "
             "rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale swiglu_alpha "
-            "swiglu_limit",
+            "swiglu_limit "
+            "block_ffn_dim_multiplier norm_eps",
         ),
         (
             FLAG,
@@ -121,7 +123,8 @@ FIELDS: dict[str, Kind] = {
             "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias "
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
             "qkv_bias rope_interleave scale_decoder_outputs tie_word_embeddings truncate use_bias "
-            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
+            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window "
+            "block_auto_adjust_ff_dim conv_bias tie_embedding",
         ),
         (
             TEXT,
@@ -130,7 +133,7 @@ FIELDS: dict[str, Kind] = {
         ),
         (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
         (TEXTS, "layer_types mlp_layer_types"),
-        (WHOLES, "mlp_only_layers no_rope_layers"),
+        (WHOLES, "full_attn_idxs mlp_only_layers no_rope_layers"),
         (NUMBERS, "long_factor short_factor"),
     )
     for name in names.split()
@@ -227,9 +230,15 @@ def of_layers(values: Sequence[T], num_layers: int, name: str) -> Sequence[T]:
     return values
 
 
-def layer_types(config: Config, default: Sequence[str]) -> Sequence[str]:
-    """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order."""
-    return of_layers(config.get("layer_types") or default, len(default), "layer_types")
+def layer_types(config: Config, default: Sequence[str], known: Collection[str] | None = None) -> Sequence[str]:
+    """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order.
+
+    known: the types that are served; None: any. Raises ValueError for others.
+    """
+    types = of_layers(config.get("layer_types") or default, len(default), "layer_types")
+    if known is not None and (unknown := set(types) - set(known)):
+        raise ValueError(f"config.json asks for layers of the type {min(unknown)!r}; served are: {', '.join(known)}")
+    return types
 
 
 def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:

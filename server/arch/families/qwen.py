@@ -13,7 +13,8 @@ from dataclasses import replace
 from server.arch.families import llama
 from server.arch.families.hf_config import Config, layer_types, mixed, mixture, partial_rope, windowed
 from server.arch.names import FUSED_EXPERTS
-from server.arch.spec import ArchSpec, GatedDelta, Moe, RmsNormSpec
+from server.arch.recurrences import GatedDelta
+from server.arch.spec import ArchSpec, Moe, RmsNormSpec
 
 NAMES = llama.NAMES
 EXPERTS = {
@@ -114,11 +115,9 @@ def spec_of_next(config: Config) -> ArchSpec:
     position, interval = partial_rope(config, 0.25), config.get("full_attention_interval", 4)
     kinds = {"linear_attention": _recurrence(config), "full_attention": None}
     usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(base.num_layers)]
-    types = layer_types(config, usual)
-    if unknown := set(types) - set(kinds):
-        raise ValueError(f"config.json asks for layers of the type {min(unknown)!r}; served are: {', '.join(kinds)}")
+    types = layer_types(config, usual, kinds)
     layers = tuple(
-        replace(layer, position=position, recurrence=kinds[kind])
+        replace(layer, position=position, recurrence=kinds[kind], attends=kinds[kind] is None)
         for layer, kind in zip(base.layers, types, strict=True)
     )
     norm = RmsNormSpec(config["rms_norm_eps"], unit_offset=True)

@@ -20,7 +20,6 @@ from server.arch.spec import ArchSpec
 from server.backends.cpu import build
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
-from server.backends.cpu.delta import KernelDelta, can_compute
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels, Library
@@ -28,10 +27,12 @@ from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, 
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
+from server.backends.cpu.recurrence import KernelDelta, KernelShortConv, can_compute
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
     SOFTMAX,
     Attention,
+    ConvRule,
     DeltaRule,
     DeltaWeights,
     GraphCapture,
@@ -43,6 +44,7 @@ from server.backends.protocol import (
     RouterRule,
     Routing,
     Scores,
+    ShortConvWeights,
 )
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import LoopedExperts
@@ -117,6 +119,9 @@ class CpuBackend(ReferenceBackend):
 
     def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
         return KernelDelta(self._kernels, weights) if can_compute(weights.kind) else super().gated_delta(weights)
+
+    def short_conv(self, weights: ShortConvWeights) -> ConvRule:
+        return KernelShortConv(self._kernels, weights)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         if world_size > 1:

@@ -8,8 +8,7 @@
 //
 // Shapes: T tokens of the step, C channels, N heads, K heads of keys, d features of a key, v of a value.
 
-#include "functions.h"
-#include "threads.h"
+#include "convolution.h"
 
 namespace {
 
@@ -29,15 +28,21 @@ struct Delta {
     long memory_size() const { return heads * key_dim * value_dim; }
 };
 
-// Where a sequence's tokens are, and what it remembers.
+// Of one sequence.
 template <class E>
-struct Run {
+struct Tokens {
     const E* qkvz;  // of its first token; rows of C + N v
     const E* ba;    // rows of 2 N
     E* out;         // rows of N v
-    float* state;   // memories, then `taps` - 1 rows of channels, the oldest first
-    long tokens;
-    bool is_fresh;  // it starts from zeros
+    Run run;        // its state has memories, then what the convolution remembers
+
+    auto convolution(const Delta& how) const {
+        const auto channel_of = [qkvz = qkvz, stride = how.channels() + how.heads * how.value_dim](
+                                    long token, long channel, long count
+                                ) { return load_part(qkvz + token * stride + channel, count); };
+        float* past = run.state + how.memory_size();
+        return Convolution{how.channels(), how.taps, how.conv, nullptr, past, run.is_fresh, channel_of};
+    }
 };
 
 // What a block of tokens has for one head of keys.
@@ -48,37 +53,11 @@ struct Inputs {
     float* read;         // [BLOCK, share v]
 };
 
-// Of a channel, LANES of which begin at `channel`: what the token `at` of a run, or before it, had.
-template <class E>
-INLINE Floats channel_of(const Delta& how, const Run<E>& run, long at, long channel, long count) {
-    if (at >= 0) return load_part(run.qkvz + at * (how.channels() + how.heads * how.value_dim) + channel, count);
-    if (run.is_fresh) return Floats{};
-    return load_part(run.state + how.memory_size() + (how.taps - 1 + at) * how.channels() + channel, count);
-}
-
-// out [width] += what one tap adds.
-template <class From>
-INLINE void add_tap(const From* x, const float* weight, long width, float* out) {
-    for (long i = 0; i < width; i += LANES) {
-        const Floats product = fused(load_part(x + i, width - i), load_part(weight + i, width - i), load_part(out + i, width - i));
-        store_part(out + i, product, width - i);
-    }
-}
-
 // out [width] = the activation of the convolution of `width` channels at one token. The activation is a loop of its own,
 // so that several vectors of it are under way at once: each is a long chain.
-template <class E>
-INLINE void convolve(const Delta& how, const Run<E>& run, long token, long channel, long width, float* out) {
-    const long channels = how.channels(), stride = channels + how.heads * how.value_dim;
-    memset(out, 0, width * sizeof(float));
-    for (long tap = 0; tap < how.taps; tap++) {
-        const long at = token - (how.taps - 1 - tap);
-        const float* const weight = how.conv + tap * channels + channel;
-        if (at >= 0)
-            add_tap(run.qkvz + at * stride + channel, weight, width, out);
-        else if (!run.is_fresh)
-            add_tap(run.state + how.memory_size() + (how.taps - 1 + at) * channels + channel, weight, width, out);
-    }
+template <class Input>
+INLINE void convolve(const Convolution<Input>& convolution, long token, long channel, long width, float* out) {
+    convolution.store(token, channel, width, out);
     for (long i = 0; i < width; i += LANES)
         store_part(out + i, activate<SILU>(load_part(out + i, width - i)), width - i);
 }
@@ -102,7 +81,7 @@ INLINE Floats softplus(Floats x) { return x > all(20.0f) ? x : log(1.0f + exp(x)
 
 // How much of a memory each token keeps, and how much it corrects.
 template <class E>
-INLINE void prepare_gates(const Delta& how, const Run<E>& run, long head, long first, long count, const Inputs& in) {
+INLINE void prepare_gates(const Delta& how, const Tokens<E>& run, long head, long first, long count, const Inputs& in) {
     const long share = how.share(), numbers = BLOCK * share;
     memset(in.kept, 0, numbers * sizeof(float));
     memset(in.beta, 0, numbers * sizeof(float));
@@ -123,7 +102,7 @@ INLINE void prepare_gates(const Delta& how, const Run<E>& run, long head, long f
 
 // Fetches what a head has of one token, which is far from what it has of the next one.
 template <class E>
-INLINE void fetch(const Delta& how, const Run<E>& run, long head, long token) {
+INLINE void fetch(const Delta& how, const Tokens<E>& run, long head, long token) {
     const long d = how.key_dim, values = how.share() * how.value_dim, keys = how.key_heads * d;
     const E* const row = run.qkvz + token * (how.channels() + how.heads * how.value_dim);
     const auto part = [](const E* from, long width) {
@@ -136,15 +115,16 @@ INLINE void fetch(const Delta& how, const Run<E>& run, long head, long token) {
 }
 
 template <class E>
-void prepare(const Delta& how, const Run<E>& run, long head, long first, long count, const Inputs& in) {
+void prepare(const Delta& how, const Tokens<E>& run, long head, long first, long count, const Inputs& in) {
     const long d = how.key_dim, values = how.share() * how.value_dim, keys = how.key_heads * d;
+    const auto convolution = run.convolution(how);
     prepare_gates(how, run, head, first, count, in);
     for (long t = 0; t < count; t++) {
         fetch(how, run, head, first + t + BLOCK);
         float *q = in.q + t * d, *k = in.k + t * d;
-        convolve(how, run, first + t, head * d, d, q);
-        convolve(how, run, first + t, keys + head * d, d, k);
-        convolve(how, run, first + t, 2 * keys + head * values, values, in.v + t * values);
+        convolve(convolution, first + t, head * d, d, q);
+        convolve(convolution, first + t, keys + head * d, d, k);
+        convolve(convolution, first + t, 2 * keys + head * values, values, in.v + t * values);
         scale_to_length(q, d, 1.0f / __builtin_sqrtf(d));
         scale_to_length(k, d, 1.0f);
     }
@@ -215,7 +195,7 @@ void recur(const Delta& how, float* memory, long head, long count, const Inputs&
 }
 
 template <class E>
-void finish(const Delta& how, const Run<E>& run, long head, long first, long count, const Inputs& in) {
+void finish(const Delta& how, const Tokens<E>& run, long head, long first, long count, const Inputs& in) {
     const long v = how.value_dim, inner = how.heads * v, share = how.share();
     for (long t = 0; t < count; t++)
         for (long j = 0; j < share; j++) {
@@ -231,40 +211,31 @@ void finish(const Delta& how, const Run<E>& run, long head, long first, long cou
         }
 }
 
-// The last tokens of a run are what the next one's convolution begins with.
-template <class E>
-void remember(const Delta& how, const Run<E>& run, long channel, long width) {
-    for (long row = 0; row < how.taps - 1; row++)
-        for (long i = 0; i < width; i += LANES) {
-            const long at = run.tokens - (how.taps - 1) + row;  // of a row behind this one, where it is before the run
-            const Floats last = channel_of(how, run, at, channel + i, width - i);
-            store_part(run.state + how.memory_size() + row * how.channels() + channel + i, last, width - i);
-        }
-}
-
 // One head of keys, and the heads of values that share it, of one sequence.
 template <class E>
-void advance(const Delta& how, const Run<E>& run, long head, const Inputs& in) {
+void advance(const Delta& how, const Tokens<E>& tokens, long head, const Inputs& in) {
+    const Run& run = tokens.run;
     const long d = how.key_dim, values = how.share() * how.value_dim, keys = how.key_heads * d;
     if (run.is_fresh) memset(run.state + head * values * d, 0, values * d * sizeof(float));
     for (long first = 0; first < run.tokens; first += BLOCK) {
         const long count = min(BLOCK, run.tokens - first);
-        prepare(how, run, head, first, count, in);
+        prepare(how, tokens, head, first, count, in);
         recur(how, run.state, head, count, in);
-        finish(how, run, head, first, count, in);
+        finish(how, tokens, head, first, count, in);
     }
-    remember(how, run, head * d, d);
-    remember(how, run, keys + head * d, d);
-    remember(how, run, 2 * keys + head * values, values);
+    const auto convolution = tokens.convolution(how);
+    convolution.remember(run.tokens, head * d, d);
+    convolution.remember(run.tokens, keys + head * d, d);
+    convolution.remember(run.tokens, 2 * keys + head * values, values);
 }
 
-// out [T, N v] from qkvz [T, C + N v] and ba [T, 2 N]; a sequence's state is row rows[s] of `state`, rows
-// `state_stride` apart, and row 0 nobody's. starts: [sequences + 1], or null where sequence s has token s alone.
+// out [T, N v] from qkvz [T, C + N v] and ba [T, 2 N]; for the others see `States`.
 template <class E>
 void delta(
     const Delta* how, const E* qkvz, const E* ba, float* state, long state_stride, const int64_t* rows,
     const int64_t* positions, const int64_t* starts, E* out, long sequences, int threads
 ) {
+    const States states = {state, state_stride, rows, positions, starts};
     const long d = how->key_dim, values = how->share() * how->value_dim, inner = how->heads * how->value_dim;
     on_threads(threads, sequences * how->key_heads, 1, [&](Queue& queue) {
         thread_local Workspace workspace;
@@ -274,20 +245,17 @@ void delta(
         in.kept = in.read + BLOCK * values, in.beta = in.kept + BLOCK * how->share();
         for (long unit, stop; queue.take(unit, stop);)
             for (; unit < stop; unit++) {
-                const long s = unit / how->key_heads, head = unit % how->key_heads;
-                const long first = starts ? starts[s] : s, last = starts ? starts[s + 1] : s + 1;
-                E* to = out + first * inner;
-                if (first == last) continue;
-                if (!rows[s]) {  // what fills up a batch
+                const Run run = states.of(unit / how->key_heads);
+                const long head = unit % how->key_heads;
+                E* to = out + run.first * inner;
+                if (!run.tokens) continue;
+                if (!run.state) {  // what fills up a batch
                     const long width = values * sizeof(E);
-                    for (long t = 0; t < last - first; t++) memset(to + t * inner + head * values, 0, width);
+                    for (long t = 0; t < run.tokens; t++) memset(to + t * inner + head * values, 0, width);
                     continue;
                 }
-                const Run<E> run = {
-                    qkvz + first * (how->channels() + inner), ba + first * 2 * how->heads, to,
-                    state + rows[s] * state_stride, last - first, positions[first] == 0,
-                };
-                advance(*how, run, head, in);
+                const E* own = qkvz + run.first * (how->channels() + inner);
+                advance(*how, Tokens<E>{own, ba + run.first * 2 * how->heads, to, run}, head, in);
             }
     });
 }

@@ -16,6 +16,7 @@ from server.backends.device import Device
 from server.backends.protocol import (
     SOFTMAX,
     Attention,
+    ConvRule,
     DeltaRule,
     DeltaWeights,
     GraphCapture,
@@ -27,8 +28,10 @@ from server.backends.protocol import (
     RouterRule,
     Routing,
     Scores,
+    ShortConvWeights,
 )
 from server.backends.reference.attention import BatchedAttention
+from server.backends.reference.convolution import StockShortConv
 from server.backends.reference.delta import StockDelta
 from server.backends.reference.linear import (
     DenseFormat,
@@ -111,6 +114,9 @@ class ReferenceBackend:
 
     def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
         return StockDelta(weights)
+
+    def short_conv(self, weights: ShortConvWeights) -> ConvRule:
+        return StockShortConv(weights)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"

@@ -27,7 +27,8 @@ NEW_TOKENS = 32
 VISION_MODELS = (("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe"))  # `model_type`, and the case of its text
 LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
 WAYS = ("reference", "kernels")
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose states are of one sequence alone
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2")  # whose states are of one sequence alone
+LONG = ("qwen3_5", "lfm2")  # one of each kind of recurrence
 ENCODER_DECODERS = ("t5", "t5-gated", "mt5")  # whose prompts are encoded whole and shared with no one
 
 
@@ -61,10 +62,10 @@ def tolerance(engine: Engine) -> float:
     return 5e-4 if engine.model.spec.recurrences else 1e-4
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("case", "way"), [(case, way) for case in LONG for way in WAYS])
 @torch.inference_mode()
-def test_a_recurrence_is_the_oracles_over_thousands_of_tokens(load_case: LoadCase, way: str) -> None:
-    engine, oracle = load_case("qwen3_5", way)
+def test_a_recurrence_is_the_oracles_over_thousands_of_tokens(load_case: LoadCase, case: str, way: str) -> None:
+    engine, oracle = load_case(case, way)
     whole = [int(i) for i in torch.randint(4, 103, (2000,), generator=torch.Generator().manual_seed(1))]
     (done,) = generate(engine, [Prompt(whole, max_new_tokens=4, chunk=777)])
     logits = all_logits(engine, whole, done.tokens)

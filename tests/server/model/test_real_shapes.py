@@ -3,11 +3,11 @@
 `real_shapes/*.json` hold a checkpoint's config.json as published, how many parameters its model card names, and the
 names and shapes of its tensors as the headers of its files have them: `{i}` for the layer, `{d}` for one of the first,
 `dense`, ones, `{m}` for one of the others, `{n}` for one behind the last, `{f}` for each fourth, which attends, where
-the others, `{r}`, are recurrent, and `{e}` for the expert; what is stored and never used is apart. A rank alone, and
-every rank of the largest world size that the model allows, load through the same code as in production; only the files
-are replaced, and those remember which part of which tensor was asked for. So it shows that no tensor is missing or
-unknown, that the parts of all ranks cover each tensor once, and what a rank would read. Left out: contents
-(`test_families.py`)."""
+the others, `{r}`, are recurrent, `{s}`, `{a}` and `{p}` for layers that `numbers` lists, and `{e}` for the expert; what
+is stored and never used is apart. A rank alone, and every rank of the largest world size that the model allows, load
+through the same code as in production; only the files are replaced, and those remember which part of which tensor was
+asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover each tensor once, and
+what a rank would read. Left out: contents (`test_families.py`)."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ EXPECTED = {
     "granite-3.1-1b-a400m": Expected(EVERY, Rope(1500000.0, 64)),
     "granite-3.1-8b": Expected(EVERY, Rope(10000000.0, 128)),
     "hunyuan-7b": Expected(EVERY, Rope(10000.0 * 1000.0 ** (128 / 126), 128)),
+    "lfm2-1.2b": Expected(EVERY, Rope(1000000.0, 64)),
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
@@ -172,8 +173,8 @@ class Published:
         """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
-        per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search("{[imrf]}", p))
-        is_hybrid = any("{f}" in pattern for pattern in fixture["tensors"])
+        per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search("{[imrfsap]}", p))
+        is_hybrid = any(re.search("{[fs]}", pattern) for pattern in fixture["tensors"])
         dense = fixture.get("dense", 0)
         least = max(4 if is_hybrid else 2, 1 + dense if any("{m}" in pattern for pattern in fixture["tensors"]) else 0)
         layers = range(fixture["layers"])[: max(least, most_tensors // per_layer)]
@@ -184,10 +185,12 @@ class Published:
         attending = layers[3::4]
         numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
         numbers |= {"{f}": attending, "{r}": [i for i in layers if i not in attending]}
+        listed = fixture.get("numbers", {}).items()
+        numbers |= {f"{{{letter}}}": [i for i in among if i in layers] for letter, among in listed}
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
-                pattern.format(i=i, d=i, m=i, n=i, f=i, r=i, e=e): tuple(shape)
+                re.sub("{[^e]}", str(i), pattern).replace("{e}", str(e)): tuple(shape)
                 for pattern, shape in patterns.items()
                 for i, e in product(
                     next((numbers[key] for key in numbers if key in pattern), [0]), experts if "{e}" in pattern else [0]

@@ -42,6 +42,7 @@ CASES_OF = {
         "llama-biased-tied",  # 4 kv heads, each for two ranks; biased sums, a tied vocabulary that 8 does not divide
         "qwen3_next",  # recurrent heads in fused tensors, one head of keys for each rank
         "deepseek_v2-lite",  # one head for each rank, queries that are not compressed
+        "lfm2",  # channels of short convolutions, with biases
         "t5",  # an encoder, biases by distance
         "olmo2",  # norms over heads of all ranks, 4 kv heads, each for two ranks
     ],

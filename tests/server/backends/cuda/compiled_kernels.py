@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmark.commands.kernels import HEAD_CASES, HeadCase, launch_attention
-from server.arch.spec import Activation, GatedDelta, Scoring
+from server.arch.recurrences import GatedDelta
+from server.arch.spec import Activation, Scoring
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.delta import FusedDelta
@@ -38,7 +39,7 @@ from tests.server.backends.cuda.kernel_cases import (
     plain,
     sinking,
 )
-from tests.server.backends.delta_cases import meta_of, weights_of
+from tests.server.backends.recurrence_cases import delta_weights, meta_of
 
 __all__ = ["found"]
 
@@ -187,7 +188,7 @@ def test_the_gated_delta_rule_compiles(decodes: bool, found: list[MachineCode]) 
     kind = GatedDelta(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, conv=4)
     runs, width = [(1, 0, 1), (2, 5, 1)], kind.channels + kind.num_heads * kind.value_dim
     meta, state = meta_of(runs, 2 * decodes), torch.zeros(3, kind.state_size)
-    FusedDelta(weights_of(kind))(zeros(2, width), zeros(2, 2 * kind.num_heads), state, meta)
+    FusedDelta(delta_weights(kind))(zeros(2, width), zeros(2, 2 * kind.num_heads), state, meta)
     assert ["_convolve", "_recur", "_remember"] == [code.kernel for code in found]
 
 

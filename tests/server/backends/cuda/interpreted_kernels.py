@@ -29,7 +29,8 @@ from tests.server.backends.cuda.kernel_cases import (
     check_routing,
     in_suite,
 )
-from tests.server.backends.delta_cases import KIND, check_steps, weights_of
+from tests.server.backends.recurrence_cases import CASES as RECURRENCES
+from tests.server.backends.recurrence_cases import check_steps
 
 __all__ = ["quick_calls"]
 
@@ -193,7 +194,8 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
 def test_the_gated_delta_rule_equals_the_operators(dtype: torch.dtype) -> None:
     from server.backends.cuda.kernels.delta import FusedDelta
 
-    check_steps(FusedDelta(weights_of(KIND)), dtype)
+    case = RECURRENCES["gated delta rule"]
+    check_steps(case, FusedDelta(case.weights), dtype)
 
 
 # Normalised summands, windows and capped scores; biased sums, layer norms and ALiBi; gates, rotations and norms of

@@ -1,0 +1,113 @@
+"""Steps of recurrences, for kernels on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.arch.recurrences import GatedDelta, Recurrence, ShortConv
+from server.backends.protocol import Backend, DeltaWeights, ShortConvWeights, StepMeta
+from server.backends.reference.convolution import StockShortConv
+from server.backends.reference.delta import StockDelta
+
+ROWS = 6
+Run = tuple[int, int, int]  # row, first position, tokens
+Rule = Callable[..., Tensor]  # inputs, state, meta → what comes out
+
+
+def normal(*size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def delta_weights(kind: GatedDelta) -> DeltaWeights:
+    heads = kind.num_heads
+    conv, norm = normal(kind.channels, kind.conv), normal(kind.value_dim)
+    return DeltaWeights(kind, conv, normal(heads).exp(), normal(heads + 1)[:heads], norm, eps=1e-6)
+
+
+def short_conv_weights(kind: ShortConv) -> ShortConvWeights:
+    bias = normal(kind.channels) if kind.bias else None
+    return ShortConvWeights(kind, normal(kind.channels, kind.conv), bias)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of recurrence, small; widths: of what it is given for a token; make: of a backend's rules, its own."""
+
+    kind: Recurrence
+    weights: Any
+    widths: tuple[int, ...]
+    stock: Callable[[Any], Rule]
+    make: Callable[[Backend, Any], Rule]
+
+    @property
+    def states(self) -> Tensor:
+        """What is left of others, which no sequence may see."""
+        return torch.full((ROWS, self.kind.state_size), 7.0)
+
+    def inputs(self, tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        chance = torch.Generator().manual_seed(seed)
+        return [torch.randn(tokens, width, generator=chance).to(dtype) for width in self.widths]
+
+
+DELTA = GatedDelta(num_heads=6, num_key_heads=3, key_dim=20, value_dim=64, conv=4)
+CONV = ShortConv(channels=300, conv=3, bias=True)
+CASES: dict[str, Case] = {
+    "gated delta rule": Case(
+        DELTA,
+        delta_weights(DELTA),
+        (DELTA.step_width, 2 * DELTA.num_heads),
+        StockDelta,
+        lambda backend, weights: backend.gated_delta(weights),
+    ),
+    "short convolution": Case(
+        CONV,
+        short_conv_weights(CONV),
+        (CONV.step_width,),
+        StockShortConv,
+        lambda backend, weights: backend.short_conv(weights),
+    ),
+}
+
+
+def meta_of(runs: list[Run], num_decodes: int = 0) -> StepMeta:
+    starts = [0, *accumulate(count for _, _, count in runs)]
+    positions = torch.tensor([first + i for _, first, count in runs for i in range(count)])
+    nothing = torch.empty(0)
+    return StepMeta(
+        num_decodes=num_decodes,
+        query_starts=starts,
+        context_lengths=[],
+        longest=0,
+        starts=torch.tensor(starts, dtype=torch.int32),
+        positions=positions,
+        visible=positions + 1,
+        prompt_lengths=nothing,
+        owners=torch.tensor([s for s, (_, _, count) in enumerate(runs) for _ in range(count)]),
+        block_tables=nothing,
+        rows=torch.tensor([row for row, _, _ in runs]),
+    )
+
+
+STEPS: list[tuple[list[Run], int]] = [
+    ([(2, 0, 37), (4, 0, 1), (5, 0, 2)], 0),  # prompts: of three blocks, of one token, of fewer than the convolution's
+    ([(4, 1, 1), (5, 2, 1), (2, 37, 21)], 2),  # decodes beside a later chunk
+    ([(2, 58, 1), (4, 2, 1), (5, 3, 1)], 3),  # decodes alone
+    ([(2, 59, 1), (3, 0, 18), (4, 3, 1)], 1),  # another sequence, and one that is extended by a token
+]
+
+
+def check_steps(case: Case, rule: Rule, dtype: torch.dtype) -> None:
+    """A kernel's rule against stock operators, which keep states in an order of their own."""
+    stock, kept = case.stock(case.weights), [case.states, case.states]
+    for number, (runs, num_decodes) in enumerate(STEPS):
+        meta = meta_of(runs, num_decodes)
+        inputs = case.inputs(len(meta.positions), number, dtype)
+        expected, got = (one(*inputs, state, meta) for one, state in zip((stock, rule), kept, strict=True))
+        atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 1e-2)
+        torch.testing.assert_close(expected, got, atol=atol, rtol=rtol)
