@@ -119,8 +119,8 @@ FIELDS: dict[str, Kind] = {
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
             "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias "
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
-            "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
-            "use_qkv_bias use_sliding_window",
+            "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_bidirectional_attention "
+            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,
@@ -233,6 +233,10 @@ def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool])
     """The same with a window in some layers: by `layer_types` where config.json has them, else by `is_windowed`."""
     window = config.get("sliding_window") or 0
     types = layer_types(config, [LAYER_TYPES[is_windowed(i)] for i in range(spec.num_layers)])
+    if not window and "sliding_attention" in config.get("layer_types", ()):
+        raise ValueError(
+            "config.json has layers of the type sliding_attention and no sliding_window: download it again"
+        )
     layers = zip(spec.layers, types, strict=True)
     windows = (replace(layer, window=window if kind == "sliding_attention" else 0) for layer, kind in layers)
     return replace(spec, layers=tuple(windows))
@@ -271,7 +275,7 @@ def mixed(spec: ArchSpec, moe: Moe, is_mixed: Callable[[int], bool]) -> ArchSpec
 
 def partial_rope(config: Config, default: float = 1.0) -> Rope:
     """The rotation of a part of each head, `default` where config.json does not say which."""
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = rotation_of(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
     return rope(config, int(head_dim(config) * (share or default)))
 
 
@@ -280,14 +284,30 @@ def rope(config: Config, dim: int, *, kind: str | None = None, theta: float = 10
 
     kind: the layer type, for models that rotate their layer types differently; theta: the default of the family.
     """
-    given = config.get("rope_parameters") or {}
-    given = given.get(kind, given) if kind else given
-    given = given or config.get("rope_scaling") or {}
+    given = rotation_of(config, kind)
     base = given.get("rope_theta") or config.get("rope_theta") or theta
-    name = given.get("rope_type") or given.get("type") or "default"
+    name = _rope_type(given)
     if name not in SCALINGS:
         raise ValueError(f"config.json asks for the rope type {name!r}; served are: {', '.join(sorted(SCALINGS))}")
     return Rope(theta=float(base), dim=dim, scaling=SCALINGS[name](given, config))
+
+
+def rotation_of(config: Config, kind: str | None = None) -> Config:
+    """What config.json says of rotations, in its old form or its new one. kind: see `rope`.
+
+    Raises ValueError where it says both and they differ, as where somebody has added one to the other.
+    """
+    new: Config = config.get("rope_parameters") or {}
+    new, old = new.get(kind or "", new), config.get("rope_scaling") or {}
+    said = [{**given, "rope_type": _rope_type(given), "type": ""} for given in (new, old)]
+    if new and old and said[0] != said[0] | said[1]:
+        raise ValueError("config.json has rope_parameters and another rope_scaling: write all into rope_parameters")
+    return new or old
+
+
+def _rope_type(given: Config) -> str:
+    name: str = given.get("rope_type") or given.get("type") or "default"
+    return name
 
 
 def longest_sequence(config: Config, position: Rope) -> int:
@@ -304,7 +324,7 @@ def longest_sequence(config: Config, position: Rope) -> int:
 
 def _trained(given: Config, config: Config) -> int:
     key = "original_max_position_embeddings"
-    return given.get(key) or config.get(key) or config["max_position_embeddings"]
+    return config.get(key) or given.get(key) or config["max_position_embeddings"]
 
 
 def _linear(given: Config, config: Config) -> Scaling:
