@@ -166,7 +166,7 @@ def tiers(config: ShardConfig, info: pb.InfoReply) -> Tiers | None:
         return None
     facts = [
         *(info.model_type, info.dtype, info.kv_cache_dtype, info.quantize, info.backend, info.backend_reason),
-        *map(str, (info.device, info.world_size, info.block_size, info.kv_bytes_per_token)),
+        *map(str, (info.device, info.world_size, config.num_stages, info.block_size, info.kv_bytes_per_token)),
         *map(str, (config.rope_scaling, config.rope_factor, config.quantize_head, config.random_weights)),
         *(config.version, torch.__version__),
     ]

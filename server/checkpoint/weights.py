@@ -466,6 +466,11 @@ class Weights:
                     "tensor are served dense: take a checkpoint in which each expert has tensors of its own"
                 )
 
+    @property
+    def has_fused_experts(self) -> bool:
+        """Whether one tensor of this layer holds the matrices of all experts."""
+        return any(self._fused(role) is not None for role in self.names.fused_experts)
+
     def _fused(self, role: str) -> FusedRows | None:
         """Where all experts' matrices of a role are, by the name that this checkpoint has; None: not in one tensor."""
         if (known := self.names.fused_experts.get(role)) is None:

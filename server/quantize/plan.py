@@ -73,7 +73,7 @@ def make_plan(weights: Weights, spec: ArchSpec, recipe: Recipe) -> Plan:
             "the model is an encoder-decoder, which text alone does not calibrate: serve it with --quantize int8, "
             "which quantises while loading"
         )
-    if weights.names.stacks:
+    if weights.names.stacks or any(weights.of_layer(index).has_fused_experts for index in range(spec.num_layers)):
         raise ValueError(
             "the model's experts are stacked in one tensor for each role, which is not quantised into files: serve it "
             "with --quantize int4 or int8, which quantise while loading"

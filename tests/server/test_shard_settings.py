@@ -1,8 +1,9 @@
-"""Settings of a shard that change what is built: scaled rotations, and which batch sizes are captured in graphs."""
+"""Settings of a shard that change what is built, and under which names what it keeps is found."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from server.arch import families
 from server.arch.spec import with_rope_scaling
 from server.config import parse_graph_sizes
-from server.loading import load
+from server.loading import load, tiers
+from server.pb import generate_pb2 as pb
 from tests.server.checkpoints import Checkpoints
 from tests.server.test_service import config_of
 
@@ -82,3 +84,14 @@ def test_no_graphs_are_captured_where_none_are_wanted(tiny_bloom: Path, tmp_path
     engine, _ = load(config_of(tiny_bloom, tmp_path / "s", cuda_graphs="0"))
     torch.set_num_threads(threads)
     assert "--cuda-graphs is 0" == engine.why_not_captured
+
+
+def test_blocks_that_shards_kept_are_not_those_of_stages(tiny_bloom: Path, tmp_path: Path) -> None:
+    flags = {"prefix_cache_disk_gb": 0.1, "prefix_cache_dir": str(tmp_path)}
+    shard, found = config_of(tiny_bloom, tmp_path / "socket", **flags), set()
+    for stage_sockets in ((), ("one", "other")):
+        config = replace(shard, world_size=2, stage_sockets=stage_sockets)
+        kept = tiers(config, pb.InfoReply(has_tiers=True, world_size=2))
+        assert kept is not None
+        found.add(kept.config.identity)
+    assert 2 == len(found)

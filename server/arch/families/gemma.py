@@ -58,6 +58,8 @@ def spec_of_2(config: Config) -> ArchSpec:
 
 
 def spec_of_3(config: Config) -> ArchSpec:
+    if config.get("use_bidirectional_attention"):
+        raise ValueError("config.json asks for use_bidirectional_attention: Gemma 3 is served as it generates text")
     dim, pattern = head_dim(config), config.get("sliding_window_pattern") or 6
     base = windowed(spec_of_2(config), config, lambda i: (i + 1) % pattern != 0)
     full = rope(config, dim, kind="full_attention", theta=1e6)

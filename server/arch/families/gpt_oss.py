@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, windowed
+from server.arch.families.hf_config import Config, rotation_of, windowed
 from server.arch.names import Stack
 from server.arch.spec import Activation, ArchSpec, Moe
 
@@ -41,5 +41,6 @@ def spec(config: Config) -> ArchSpec:
         bias=True,
         router_bias=True,
     )
+    config = {"rope_theta": 150000.0, **config, "rope_scaling": rotation_of(config) or config["rope_scaling"]}
     base = windowed(llama.spec(config), config, lambda i: i % 2 == 0)
     return replace(base, layers=tuple(replace(layer, mlp=moe, sinks=True) for layer in base.layers))

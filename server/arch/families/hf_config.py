@@ -77,16 +77,15 @@ FIELDS: dict[str, Kind] = {
     for kind, names in (
         (
             SIZE,
-            "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size full_attention_interval "
-            "head_dim hidden_size intermediate_size kv_channels kv_lora_rank linear_conv_kernel_dim "
-            "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
-            "moe_intermediate_size moe_k moe_layer_freq moe_layer_interval multi_query_group_num n_embd n_embed "
-            "n_group n_head n_heads n_inner n_routed_experts no_rope_layer_interval num_attention_heads "
-            "num_experts_per_tok num_heads num_key_value_heads num_kv_heads num_local_experts padded_vocab_size "
-            "q_lora_rank qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance "
-            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group v_head_dim "
-            "vocab_size word_embed_proj_dim "
-            "block_ff_dim block_multiple_of conv_L_cache",
+            "block_ff_dim block_multiple_of conv_L_cache d_ff d_kv d_model decoder_sparse_step experts_per_token "
+            "ffn_dim ffn_hidden_size full_attention_interval head_dim hidden_size intermediate_size kv_channels "
+            "kv_lora_rank linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
+            "linear_value_head_dim moe_intermediate_size moe_k moe_layer_freq moe_layer_interval "
+            "multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
+            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads num_key_value_heads "
+            "num_kv_heads num_local_experts padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+            "relative_attention_max_distance relative_attention_num_buckets rotary_dim "
+            "shared_expert_intermediate_size topk_group v_head_dim vocab_size word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -102,29 +101,28 @@ FIELDS: dict[str, Kind] = {
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
             NUMBER,
-            "alibi_bias_max attention_factor clip_qkv llama_4_scaling_beta mscale mscale_all_dim "
-            "router_jitter_noise softmax_scale",
+            "alibi_bias_max attention_factor clip_qkv llama_4_scaling_beta mscale mscale_all_dim router_jitter_noise "
+            "softmax_scale",
         ),
         (INDEX, "moe_layer_end_index"),
         (PATTERN, "sliding_window_pattern"),
         (
             POSITIVE,
-            "alpha attention_multiplier attn_logit_softcapping beta_fast beta_slow embedding_multiplier "
-            "expansion_ratio factor final_logit_softcapping high_freq_factor layer_norm_eps layer_norm_epsilon "
-            "layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_epsilon "
-            "partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq "
-            "rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale swiglu_alpha "
-            "swiglu_limit "
-            "block_ffn_dim_multiplier norm_eps",
+            "alpha attention_multiplier attn_logit_softcapping beta_fast beta_slow block_ffn_dim_multiplier "
+            "embedding_multiplier expansion_ratio factor final_logit_softcapping high_freq_factor layer_norm_eps "
+            "layer_norm_epsilon layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_eps "
+            "norm_epsilon partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps "
+            "rope_local_base_freq rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale "
+            "swiglu_alpha swiglu_limit",
         ),
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
-            "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias "
-            "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
-            "qkv_bias rope_interleave scale_decoder_outputs tie_word_embeddings truncate use_bias "
-            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window "
-            "block_auto_adjust_ff_dim conv_bias tie_embedding",
+            "attention_bias attention_out_bias bias block_auto_adjust_ff_dim conv_bias do_layer_norm_before "
+            "enable_bias lm_head_bias mlp_bias multi_query multi_query_attention new_decoder_architecture "
+            "norm_topk_prob parallel_attn qk_layernorm qkv_bias rope_interleave scale_decoder_outputs tie_embedding "
+            "tie_word_embeddings truncate use_bias use_bidirectional_attention use_parallel_residual use_qk_norm "
+            "use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,
@@ -245,6 +243,10 @@ def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool])
     """The same with a window in some layers: by `layer_types` where config.json has them, else by `is_windowed`."""
     window = config.get("sliding_window") or 0
     types = layer_types(config, [LAYER_TYPES[is_windowed(i)] for i in range(spec.num_layers)])
+    if not window and "sliding_attention" in config.get("layer_types", ()):
+        raise ValueError(
+            "config.json has layers of the type sliding_attention and no sliding_window: download it again"
+        )
     layers = zip(spec.layers, types, strict=True)
     windows = (replace(layer, window=window if kind == "sliding_attention" else 0) for layer, kind in layers)
     return replace(spec, layers=tuple(windows))
@@ -283,7 +285,7 @@ def mixed(spec: ArchSpec, moe: Moe, is_mixed: Callable[[int], bool]) -> ArchSpec
 
 def partial_rope(config: Config, default: float = 1.0) -> Rope:
     """The rotation of a part of each head, `default` where config.json does not say which."""
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = rotation_of(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
     return rope(config, int(head_dim(config) * (share or default)))
 
 
@@ -292,14 +294,30 @@ def rope(config: Config, dim: int, *, kind: str | None = None, theta: float = 10
 
     kind: the layer type, for models that rotate their layer types differently; theta: the default of the family.
     """
-    given = config.get("rope_parameters") or {}
-    given = given.get(kind, given) if kind else given
-    given = given or config.get("rope_scaling") or {}
+    given = rotation_of(config, kind)
     base = given.get("rope_theta") or config.get("rope_theta") or theta
-    name = given.get("rope_type") or given.get("type") or "default"
+    name = _rope_type(given)
     if name not in SCALINGS:
         raise ValueError(f"config.json asks for the rope type {name!r}; served are: {', '.join(sorted(SCALINGS))}")
     return Rope(theta=float(base), dim=dim, scaling=SCALINGS[name](given, config))
+
+
+def rotation_of(config: Config, kind: str | None = None) -> Config:
+    """What config.json says of rotations, in its old form or its new one. kind: see `rope`.
+
+    Raises ValueError where it says both and they differ, as where somebody has added one to the other.
+    """
+    new: Config = config.get("rope_parameters") or {}
+    new, old = new.get(kind or "", new), config.get("rope_scaling") or {}
+    said = [{**given, "rope_type": _rope_type(given), "type": ""} for given in (new, old)]
+    if new and old and said[0] != said[0] | said[1]:
+        raise ValueError("config.json has rope_parameters and another rope_scaling: write all into rope_parameters")
+    return new or old
+
+
+def _rope_type(given: Config) -> str:
+    name: str = given.get("rope_type") or given.get("type") or "default"
+    return name
 
 
 def longest_sequence(config: Config, position: Rope) -> int:
@@ -316,7 +334,7 @@ def longest_sequence(config: Config, position: Rope) -> int:
 
 def _trained(given: Config, config: Config) -> int:
     key = "original_max_position_embeddings"
-    return given.get(key) or config.get(key) or config["max_position_embeddings"]
+    return config.get(key) or given.get(key) or config["max_position_embeddings"]
 
 
 def _linear(given: Config, config: Config) -> Scaling:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, windowed
+from server.arch.families.hf_config import Config, activation, rotation_of, windowed
 from server.arch.names import FUSED_EXPERTS
 from server.arch.spec import ArchSpec, Moe, QueryScale, with_layers
 
@@ -40,7 +40,7 @@ def spec(config: Config) -> ArchSpec:
 
 
 def spec_of_ministral(config: Config) -> ArchSpec:
-    given = config.get("rope_parameters") or {}
+    given = rotation_of(config) or config["rope_parameters"]
     growth, period = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
     base = spec(config)
     return with_layers(base, query_scale=QueryScale(growth, period)) if growth and period else base

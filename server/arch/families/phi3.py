@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama, mistral
-from server.arch.families.hf_config import Config, mixture, partial_rope
+from server.arch.families.hf_config import Config, mixture, partial_rope, rotation_of
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, LayerNormSpec, LongScaling, Rope, Scoring, with_layers
 
@@ -30,6 +30,7 @@ def spec(config: Config) -> ArchSpec:
 
 
 def spec_of_moe(config: Config) -> ArchSpec:
+    config = {"rope_theta": 1e6, **config}
     moe = replace(
         mixture(config, width=config["intermediate_size"]),
         scoring=Scoring.SPARSE_MIXER,
@@ -43,7 +44,7 @@ def spec_of_moe(config: Config) -> ArchSpec:
 def _long_rope(config: Config) -> Rope:
     """Its magnitudes are under names of their own."""
     position = partial_rope(config)
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = rotation_of(config)
     if not isinstance(position.scaling, LongScaling):
         return position
     magnitude = given.get("short_mscale", position.scaling.magnitude)

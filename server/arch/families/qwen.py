@@ -8,6 +8,7 @@ tokens share. In text, the three positions of a token of Qwen3.5 (mRoPE) are one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from server.arch.families import llama
@@ -90,13 +91,19 @@ def spec_of_3(config: Config) -> ArchSpec:
     return replace(_windowed(config), qk_norm=True)
 
 
+def _windowed_mixture(config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:
+    """Which layers have windows, mixtures tell otherwise than dense models."""
+    return windowed(llama.spec(config), config, lambda i: bool(config.get("use_sliding_window")) and is_windowed(i))
+
+
 def _mixed(base: ArchSpec, config: Config, moe: Moe) -> ArchSpec:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     return mixed(base, moe, lambda i: i not in dense and (i + 1) % step == 0)
 
 
 def spec_of_2_moe(config: Config) -> ArchSpec:
-    return _mixed(replace(_windowed(config), qkv_bias=config.get("qkv_bias", True)), config, _sharing(config))
+    base = _windowed_mixture(config, lambda i: i % 2 == 0 and i < config.get("max_window_layers", 28))
+    return _mixed(replace(base, qkv_bias=config.get("qkv_bias", True)), config, _sharing(config))
 
 
 def _sharing(config: Config) -> Moe:
@@ -105,12 +112,15 @@ def _sharing(config: Config) -> Moe:
 
 
 def spec_of_3_moe(config: Config) -> ArchSpec:
-    return _mixed(spec_of_3(config), config, mixture(config, width=config["moe_intermediate_size"]))
+    base = replace(_windowed_mixture(config, lambda i: True), qk_norm=True)
+    return _mixed(base, config, mixture(config, width=config["moe_intermediate_size"]))
 
 
 def spec_of_next(config: Config) -> ArchSpec:
     """Qwen3-Next and Qwen3.5, dense and mixture."""
     config = {"norm_topk_prob": True, **config}
+    if (name := config["hidden_act"]) not in ("silu", "swish"):
+        raise ValueError(f"config.json says hidden_act {name!r}: models with gated delta rules are served with 'silu'")
     base = llama.spec({"intermediate_size": config.get("moe_intermediate_size"), **config})
     position, interval = partial_rope(config, 0.25), config.get("full_attention_interval", 4)
     kinds = {"linear_attention": _recurrence(config), "full_attention": None}

@@ -103,6 +103,34 @@ def test_gates_that_are_clamped_otherwise_are_refused() -> None:
         families.find(config_of("gpt_oss") | {"swiglu_limit": 5.0})
 
 
+YARN = {"type": "yarn", "factor": 4.0}
+WINDOWLESS = "layers of the type sliding_attention and no sliding_window"
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "sentence"),
+    [
+        ("qwen3", {"rope_scaling": YARN}, "has rope_parameters and another rope_scaling"),
+        ("gemma2", {"sliding_window": None}, WINDOWLESS),
+        ("exaone4", {"sliding_window": None}, WINDOWLESS),
+        ("cohere2", {"sliding_window": None}, "lacks the key 'sliding_window'"),
+        ("olmo3", {"sliding_window": None}, "lacks the key 'sliding_window'"),
+        ("gpt_oss", {"rope_parameters": None}, "lacks the key 'rope_scaling'"),
+        ("ministral3", {"rope_parameters": None}, "lacks the key 'rope_parameters'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "asks for use_bidirectional_attention"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act 'gelu': models with gated delta rules"),
+    ],
+)
+def test_what_would_give_other_numbers_is_refused(case: str, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        families.find(config_of(case) | fields)
+
+
+def test_the_old_form_of_a_rotation_may_stand_beside_the_new_one() -> None:
+    both = {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5, **YARN, "rope_type": "yarn"}}
+    assert families.find(config_of("llama") | both) == families.find(config_of("llama") | both | {"rope_scaling": None})
+
+
 def nested(depth: int, *, in_lists: bool) -> Any:
     value: Any = []
     for _ in range(depth):

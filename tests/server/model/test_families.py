@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from server.arch.families import FAMILIES, WRAPPERS
 from server.arch.spec import validate
@@ -55,6 +56,34 @@ def test_logits_equal_the_oracle(load_case: LoadCase, case: str, way: str) -> No
     decoded = expected[-NEW_TOKENS - 1 : -1].log_softmax(-1)
     assert decoded.argmax(-1).tolist() == done.tokens
     torch.testing.assert_close(decoded.max(-1).values, torch.tensor(done.logprobs), atol=atol, rtol=0)
+
+
+# What config.json says otherwise, or does not say (None) and transformers knows.
+AS_READ: list[tuple[str, dict[str, object]]] = [
+    ("smollm3", {"rope_parameters": None}),
+    ("smollm3-windowed", {"use_sliding_window": False}),
+    ("cohere2", {"rope_parameters": None}),
+    ("phimoe", {"rope_parameters": None}),
+    ("glm4_moe", {"norm_topk_prob": None}),
+    ("gpt_oss", {"rope_parameters": None, "rope_scaling": tiny.ROPE_SCALINGS["yarn"]}),
+    ("llama-yarn", {"original_max_position_embeddings": 32}),
+    ("qwen3_5", {"rope_parameters": None, "rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ("qwen2_moe", {"layer_types": None, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
+]
+
+
+@pytest.mark.parametrize(("case", "fields"), AS_READ, ids=[case for case, _ in AS_READ])
+@torch.inference_mode()
+def test_configs_are_read_as_transformers_reads_them(tmp_path: Path, case: str, fields: dict[str, object]) -> None:
+    tiny.save_tiny(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | fields
+    said = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    engine = load_engine(tmp_path, warms_up=False)
+    expected = oracle(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(expected, all_logits(engine, PROMPT), atol=tolerance(engine), rtol=0)
 
 
 def tolerance(engine: Engine) -> float:

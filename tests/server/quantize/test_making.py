@@ -188,6 +188,7 @@ def test_inputs_are_summed() -> None:
         ("llama", Recipe("gptq", 4, 40), "--group-size is 40, .* the 64 inputs of .*: give 32 or -1"),
         ("mpt-clipped", Recipe("gptq", 3, 8), "--bits is 3, of which 32 codes .* 72 inputs .*: give --bits 4 or 8"),
         ("gpt_oss", Recipe("gptq", 4, 32), "experts are stacked .*: serve it with --quantize int4 or int8"),
+        ("granitemoe", Recipe("gptq", 4, 32), "experts are stacked in one tensor for each role"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_quantised_is_refused_before_anything_is_made(

@@ -29,5 +29,6 @@ def spec(config: Config) -> ArchSpec:
 
 def spec_of_2(config: Config) -> ArchSpec:
     pattern = config.get("sliding_window_pattern") or 4
+    config = {"rope_theta": 10000.0, **config, "sliding_window": config["sliding_window"]}
     base = windowed(spec(config), config, lambda i: (i + 1) % pattern != 0)
     return replace(base, layers=tuple(y if y.window else replace(y, position=None) for y in base.layers))

@@ -44,6 +44,10 @@ def spec_of_0414(config: Config) -> ArchSpec:
 
 def spec_of_moe(config: Config) -> ArchSpec:
     base = with_layers(llama.spec(config), position=partial_rope(config, default=0.5))
-    base = mixed(base, deepseek_mixture(config), lambda i: i >= config.get("first_k_dense_replace", 1))
+    base = mixed(
+        base,
+        deepseek_mixture({"norm_topk_prob": True, **config}),
+        lambda i: i >= config.get("first_k_dense_replace", 1),
+    )
     predictors = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
     return replace(base, attention_out_bias=False, qk_norm=config.get("use_qk_norm", False), num_predictors=predictors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config
+from server.arch.families.hf_config import Config, rotation_of
 from server.arch.spec import ArchSpec, DynamicScaling, Rope, with_layers
 
 NAMES = replace(
@@ -20,7 +20,7 @@ NAMES = replace(
 
 def spec(config: Config) -> ArchSpec:
     base = replace(llama.spec(config), late_qk_norm=True)
-    alpha = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("alpha")
+    alpha = rotation_of(config).get("alpha")
     position = base.layers[0].position
     if alpha is None or not (isinstance(position, Rope) and isinstance(position.scaling, DynamicScaling)):
         return base

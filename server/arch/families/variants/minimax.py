@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama, mistral
-from server.arch.families.hf_config import Config, head_dim, mixture, rope
+from server.arch.families.hf_config import Config, head_dim, mixture, rope, rotation_of
 from server.arch.spec import ArchSpec, Scoring, with_layers
 
 NAMES = replace(
@@ -24,7 +24,7 @@ NAMES = replace(
 
 def spec(config: Config) -> ArchSpec:
     dim = head_dim(config)
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
+    share = rotation_of(config).get("partial_rotary_factor")
     position = rope(config, int(share * dim) if share else config.get("rotary_dim", dim), theta=5e6)
     moe = mixture({**config, "norm_topk_prob": True}, width=config["intermediate_size"])
     moe = replace(moe, scoring=Scoring.SIGMOID, choice_bias=True)

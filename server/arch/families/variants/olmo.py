@@ -32,6 +32,7 @@ def spec_of_2(config: Config) -> ArchSpec:
 
 
 def spec_of_3(config: Config) -> ArchSpec:
+    config = {**config, "sliding_window": config["sliding_window"]}
     base = windowed(spec_of_2(config), config, lambda i: (i + 1) % 4 != 0)
     dim = head_dim(config)
     full = rope(config, dim, kind="full_attention", theta=500000.0)
