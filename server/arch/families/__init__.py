@@ -30,6 +30,7 @@ from server.arch.families import (
 )
 from server.arch.families.hf_config import checked
 from server.arch.families.variants import (
+    afmoe,
     arcee,
     cohere,
     dots,
@@ -56,6 +57,7 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
+    "afmoe": Family(afmoe.spec, afmoe.NAMES),
     "arcee": Family(arcee.spec, arcee.NAMES),
     "baichuan": Family(baichuan.spec, baichuan.NAMES),
     "bloom": Family(bloom.spec, bloom.NAMES),

@@ -78,11 +78,11 @@ FIELDS: dict[str, Kind] = {
         (
             SIZE,
             "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size full_attention_interval "
-            "head_dim hidden_size intermediate_size kv_channels linear_conv_kernel_dim linear_key_head_dim "
-            "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
-            "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
-            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads num_key_value_heads "
-            "num_kv_heads num_local_experts padded_vocab_size relative_attention_max_distance "
+            "global_attn_every_n_layers head_dim hidden_size intermediate_size kv_channels linear_conv_kernel_dim "
+            "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+            "moe_intermediate_size moe_k moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head "
+            "n_heads n_inner n_routed_experts no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads "
+            "num_key_value_heads num_kv_heads num_local_experts padded_vocab_size relative_attention_max_distance "
             "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group vocab_size "
             "word_embed_proj_dim",
         ),
@@ -94,8 +94,8 @@ FIELDS: dict[str, Kind] = {
         (
             COUNT,
             "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
-            "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
-            "num_nextn_predict_layers sliding_window",
+            "moe_num_shared_experts n_shared_experts num_dense_layers num_experts num_ln_in_parallel_attn "
+            "num_mtp_layers num_nextn_predict_layers num_shared_experts sliding_window",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
@@ -111,16 +111,16 @@ FIELDS: dict[str, Kind] = {
             "expansion_ratio factor final_logit_softcapping high_freq_factor layer_norm_eps layer_norm_epsilon "
             "layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_epsilon "
             "partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq "
-            "rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale swiglu_alpha "
-            "swiglu_limit",
+            "rope_ratio rope_theta rotary_emb_base rotary_pct route_scale routed_scaling_factor short_mscale "
+            "swiglu_alpha swiglu_limit",
         ),
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
-            "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias "
+            "attention_bias attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias mlp_bias mup_enabled "
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
-            "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
-            "use_qkv_bias use_sliding_window",
+            "qkv_bias route_norm scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual "
+            "use_qk_norm use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,

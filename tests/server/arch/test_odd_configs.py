@@ -103,6 +103,13 @@ def test_gates_that_are_clamped_otherwise_are_refused() -> None:
         families.find(config_of("gpt_oss") | {"swiglu_limit": 5.0})
 
 
+def test_trinity_without_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="sliding_window 0, and layers with positions need a window: download it again"):
+        families.find(config_of("afmoe") | {"sliding_window": 0})
+    with pytest.raises(ValueError, match="lacks the key 'sliding_window'"):
+        families.find(config_of("afmoe") | {"sliding_window": None})
+
+
 def nested(depth: int, *, in_lists: bool) -> Any:
     value: Any = []
     for _ in range(depth):
