@@ -225,9 +225,15 @@ def of_layers(values: Sequence[T], num_layers: int, name: str) -> Sequence[T]:
     return values
 
 
-def layer_types(config: Config, default: Sequence[str]) -> Sequence[str]:
-    """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order."""
-    return of_layers(config.get("layer_types") or default, len(default), "layer_types")
+def layer_types(config: Config, default: Sequence[str], served: Sequence[str] = LAYER_TYPES) -> Sequence[str]:
+    """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order.
+
+    Raises ValueError for a kind that is not one of `served`.
+    """
+    types = of_layers(config.get("layer_types") or default, len(default), "layer_types")
+    if unknown := set(types) - set(served):
+        raise ValueError(f"config.json asks for layers of the type {min(unknown)!r}; served are: {', '.join(served)}")
+    return types
 
 
 def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool]) -> ArchSpec:

@@ -28,7 +28,9 @@ NAMES = replace(
 def spec(config: Config) -> ArchSpec:
     period, first = config.get("global_attn_every_n_layers", 4), config.get("num_dense_layers", 1)
     if not config["sliding_window"]:
-        raise ValueError("config.json says sliding_window 0, and layers with positions need a window: download it again")
+        raise ValueError(
+            "config.json says sliding_window 0, and layers with positions need a window: download it again"
+        )
     base = windowed(llama.spec(config), config, lambda i: (i + 1) % period != 0)
     layers = tuple(layer if layer.window else replace(layer, position=None) for layer in base.layers)
     known = {
