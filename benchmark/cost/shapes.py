@@ -526,11 +526,9 @@ def _linears_of_latent(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterat
 
 def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
     hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = (
-        {"qkv": queries + 2 * keys}
-        if "qkv" in roles
-        else {"q": (1 + spec.attention_gate) * queries, "k": keys, "v": keys}
-    )
+    qkv = {"qkv": queries + 2 * keys} if "qkv" in roles else {"q": queries, "k": keys, "v": keys}
+    if spec.attention_gate:
+        qkv |= {"attention_gate": queries} if "attention_gate" in roles else {"q": 2 * queries}
     for role, outputs in qkv.items():
         yield role, outputs, hidden, 1, 1
     yield "attention_out", hidden, queries, 1, 1

@@ -5,6 +5,7 @@ Roles, each with `.weight` and where the model has one `.bias`:
     embed, embed_norm, positions, project_in                before the layers
     attention_norm, q, k, v or qkv, q_norm, k_norm, attention_out, attention_post_norm
     q or q_a, q_a_norm, q_b; kv_a, kv_a_norm, kv_b          where keys and values are compressed, in place of q, k, v
+    attention_gate                                          where its rows are not in q's matrix
     sinks                                                   [heads]; its name has no suffix
     mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp

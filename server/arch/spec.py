@@ -313,7 +313,7 @@ class ArchSpec:
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
     qk_row_norm: bool = False  # a token's queries of all heads are normalised together, and so are its keys
     late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation
-    attention_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate, which q's matrix has too
+    attention_gate: bool = False  # attention's output is multiplied by a gate's sigmoid; it has a role, or rows of q
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
     score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not

@@ -247,15 +247,23 @@ class StackLoader:
         )
 
     def _gate(self) -> ColumnLinear:
-        """The gates of this rank's heads, which stand behind the queries of each."""
-        gates = self._in_q(range(*self.weights.shard.range(self.spec.num_heads)), place=1)
-        size = (2 * self.spec.num_heads * self.spec.head_dim, self.spec.hidden_size)
-        return load_column(self.weights, "q", size, self.backend.linear, bias=self.spec.qkv_bias, ranges=gates)
+        """The gates of this rank's heads, from a tensor of their own or from behind the queries of each."""
+        spec, width = self.spec, self.spec.num_heads * self.spec.head_dim
+        if not self._has_gates_in_q:
+            own = (width, spec.hidden_size)
+            return load_column(self.weights, "attention_gate", own, self.backend.linear, bias=False)
+        gates = self._in_q(range(*self.weights.shard.range(spec.num_heads)), place=1)
+        both = (2 * width, spec.hidden_size)
+        return load_column(self.weights, "q", both, self.backend.linear, bias=spec.qkv_bias, ranges=gates)
+
+    @property
+    def _has_gates_in_q(self) -> bool:
+        return self.spec.attention_gate and not self.weights.has("attention_gate")
 
     def _in_q(self, heads: range, place: int = 0) -> Ranges:
         """Where rows of these heads are in q's matrix: queries (`place` 0), or gates (1) where it has them too."""
         dim = self.spec.head_dim
-        step = 2 if self.spec.attention_gate else 1
+        step = 2 if self._has_gates_in_q else 1
         return merged([((head * step + place) * dim, (head * step + place + 1) * dim) for head in heads])
 
     def _qkv(self) -> ColumnLinear:
@@ -268,7 +276,7 @@ class StackLoader:
             size = ((spec.num_heads + 2 * spec.num_kv_heads) * head_dim, spec.hidden_size)
             return load_column(weights, "qkv", size, self.backend.linear, bias=spec.qkv_bias, ranges=ranges)
         kv_part = [(kv_heads.start * head_dim, kv_heads.stop * head_dim)]
-        queries = spec.num_heads * (2 if spec.attention_gate else 1)
+        queries = spec.num_heads * (2 if self._has_gates_in_q else 1)
         parts = {
             "q": (queries, self._in_q(heads)),
             "k": (spec.num_kv_heads, kv_part),

@@ -45,8 +45,11 @@ NORMS: Mapping[Residual, Mapping[str, tuple[str, ...]]] = {
     Residual.PARALLEL_TWO_NORMS: {"attention_norm": ("qkv",), "mlp_norm": ("up",)},
     Residual.PARALLEL_ONE_NORM: {"attention_norm": ("qkv", "up")},
 }
-# What reads a mixture's input beside its experts.
-MOE_READERS = ("router", "shared_router", "shared_gate", "shared_up")
+# What reads the same inputs beside the matrices of a place, where a layer has it.
+READERS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("attention_gate",),
+    "up": ("router", "shared_router", "shared_gate", "shared_up"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,27 +67,25 @@ class Origin:
 def origin_of(weights: Weights, spec: ArchSpec, index: int, matrices: MatrixSet) -> Origin | None:
     """Where the inputs of a layer's matrices come from; None where nothing can be divided there."""
     if matrices.place in ("qkv", "up"):
-        return _norm(weights.of_layer(index), spec, index, matrices.place)
+        return _norm(weights.of_layer(index), spec, matrices.place)
     if matrices.place == "attention_out":
         return _values(weights.of_layer(index), spec)
     return _gated(weights.of_layer(index), spec, index, matrices.expert)
 
 
-def _norm(weights: Weights, spec: ArchSpec, index: int, place: str) -> Origin | None:
+def _norm(weights: Weights, spec: ArchSpec, place: str) -> Origin | None:
     fed = NORMS.get(spec.residual, {})
     role = next((role for role, places in fed.items() if place == places[0]), None)
     if role is None:
         return None
     name = weights.name_of(role)
     has_bias = isinstance(spec.norm, LayerNormSpec) and spec.norm.bias
-    is_moe = isinstance(spec.layers[index].mlp, Moe) and "up" in fed[role]
+    readers = [reader for place in fed[role] for reader in READERS[place] if weights.holds(reader)]
     return Origin(
         fed[role],
         (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",),
         offset=1.0 if isinstance(spec.norm, RmsNormSpec) and spec.norm.unit_offset else 0.0,
-        readers=tuple(f"{weights.name_of(role)}.weight" for role in MOE_READERS if weights.holds(role))
-        if is_moe
-        else (),
+        readers=tuple(f"{weights.name_of(reader)}.weight" for reader in readers),
     )
 
 

@@ -134,6 +134,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **{f"llama-{name}": ("llama", LLAMA_SIZES | {"rope_parameters": {"rope_theta": 10000.0, **scaling}})
        for name, scaling in ROPE_SCALINGS.items()},
+    "afmoe": (
+        "afmoe", LLAMA_SIZES | {"head_dim": 16, "num_hidden_layers": 5, "sliding_window": 24, "mup_enabled": True,
+                                "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                                "num_shared_experts": 2, "route_scale": 2.5},
+    ),
     "arcee": ("arcee", LLAMA_SIZES | {"mlp_bias": True}),
     "mistral": ("mistral", LLAMA_SIZES | {"sliding_window": 24}),
     "mixtral": ("mixtral", LLAMA_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),

@@ -32,6 +32,7 @@ from server.arch.families import (
 )
 from server.arch.families.hf_config import checked
 from server.arch.families.variants import (
+    afmoe,
     arcee,
     cohere,
     dots,
@@ -46,7 +47,7 @@ from server.arch.families.variants import (
     smollm,
 )
 from server.arch.names import NameMap
-from server.arch.spec import ArchSpec
+from server.arch.spec import ArchSpec, Moe
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
+    "afmoe": Family(afmoe.spec, afmoe.NAMES),
     "arcee": Family(arcee.spec, arcee.NAMES),
     "baichuan": Family(baichuan.spec, baichuan.NAMES),
     "bloom": Family(bloom.spec, bloom.NAMES),
@@ -163,6 +165,24 @@ def find(hf_config: Mapping[str, Any]) -> tuple[Family, ArchSpec]:
         raise ValueError(f"config.json says model_type {model_type!r}; served are: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]
     try:
-        return wrapper.family(family) if wrapper else family, family.spec(checked(text))
+        spec = family.spec(checked(text))
     except KeyError as error:
-        raise ValueError(f"config.json of a {model_type} model lacks the key {error}") from error
+        raise ValueError(
+            f"config.json lacks the key {error}, which {model_type} models have: download it again"
+        ) from error
+    for layer in spec.layers:
+        if isinstance(layer.mlp, Moe):
+            _refuse_odd(layer.mlp)
+    return wrapper.family(family) if wrapper else family, spec
+
+
+def _refuse_odd(moe: Moe) -> None:
+    """Raise ValueError for numbers of experts that do not fit each other."""
+    experts, groups = moe.num_experts, moe.num_groups
+    if experts % groups or moe.top_groups > groups:
+        raise ValueError(
+            f"config.json says {experts} experts in {groups} groups, of which each token goes to {moe.top_groups}: "
+            "download it again"
+        )
+    if moe.top_k > (choice := experts // groups * moe.top_groups):
+        raise ValueError(f"config.json says {moe.top_k} experts for each token, of {choice}: download it again")

@@ -8,7 +8,7 @@ Fields that no family reads pass, and so does null, which counts as left out. Le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -78,13 +78,13 @@ FIELDS: dict[str, Kind] = {
         (
             SIZE,
             "block_ff_dim block_multiple_of conv_L_cache d_ff d_kv d_model decoder_sparse_step experts_per_token "
-            "ffn_dim ffn_hidden_size full_attention_interval head_dim hidden_size intermediate_size kv_channels "
-            "kv_lora_rank linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
-            "linear_value_head_dim moe_intermediate_size moe_k moe_layer_freq moe_layer_interval "
-            "multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
-            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads num_key_value_heads "
-            "num_kv_heads num_local_experts padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim "
-            "relative_attention_max_distance relative_attention_num_buckets rotary_dim "
+            "ffn_dim ffn_hidden_size full_attention_interval global_attn_every_n_layers head_dim hidden_size "
+            "intermediate_size kv_channels kv_lora_rank linear_conv_kernel_dim linear_key_head_dim "
+            "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
+            "moe_layer_freq moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner "
+            "n_routed_experts no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads "
+            "num_key_value_heads num_kv_heads num_local_experts padded_vocab_size q_lora_rank qk_nope_head_dim "
+            "qk_rope_head_dim relative_attention_max_distance relative_attention_num_buckets rotary_dim "
             "shared_expert_intermediate_size topk_group v_head_dim vocab_size word_embed_proj_dim",
         ),
         (
@@ -95,8 +95,8 @@ FIELDS: dict[str, Kind] = {
         (
             COUNT,
             "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
-            "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
-            "num_nextn_predict_layers sliding_window",
+            "moe_num_shared_experts n_shared_experts num_dense_layers num_experts num_ln_in_parallel_attn "
+            "num_mtp_layers num_nextn_predict_layers num_shared_experts sliding_window",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
@@ -112,17 +112,17 @@ FIELDS: dict[str, Kind] = {
             "embedding_multiplier expansion_ratio factor final_logit_softcapping high_freq_factor layer_norm_eps "
             "layer_norm_epsilon layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_eps "
             "norm_epsilon partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps "
-            "rope_local_base_freq rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale "
-            "swiglu_alpha swiglu_limit",
+            "rope_local_base_freq rope_ratio rope_theta rotary_emb_base rotary_pct route_scale routed_scaling_factor "
+            "short_mscale swiglu_alpha swiglu_limit",
         ),
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
             "attention_bias attention_out_bias bias block_auto_adjust_ff_dim conv_bias do_layer_norm_before "
-            "enable_bias lm_head_bias mlp_bias multi_query multi_query_attention new_decoder_architecture "
-            "norm_topk_prob parallel_attn qk_layernorm qkv_bias rope_interleave scale_decoder_outputs tie_embedding "
-            "tie_word_embeddings truncate use_bias use_bidirectional_attention use_parallel_residual use_qk_norm "
-            "use_qkv_bias use_sliding_window",
+            "enable_bias lm_head_bias mlp_bias multi_query multi_query_attention mup_enabled new_decoder_architecture "
+            "norm_topk_prob parallel_attn qk_layernorm qkv_bias rope_interleave route_norm scale_decoder_outputs "
+            "tie_embedding tie_word_embeddings truncate use_bias use_bidirectional_attention use_parallel_residual "
+            "use_qk_norm use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,
@@ -228,14 +228,14 @@ def of_layers(values: Sequence[T], num_layers: int, name: str) -> Sequence[T]:
     return values
 
 
-def layer_types(config: Config, default: Sequence[str], known: Collection[str] | None = None) -> Sequence[str]:
+def layer_types(config: Config, default: Sequence[str], served: Sequence[str] = LAYER_TYPES) -> Sequence[str]:
     """What each layer is, by `layer_types` where config.json has them. default: of its kinds, in order.
 
-    known: the types that are served; None: any. Raises ValueError for others.
+    Raises ValueError for a kind that is not one of `served`.
     """
     types = of_layers(config.get("layer_types") or default, len(default), "layer_types")
-    if known is not None and (unknown := set(types) - set(known)):
-        raise ValueError(f"config.json asks for layers of the type {min(unknown)!r}; served are: {', '.join(known)}")
+    if unknown := set(types) - set(served):
+        raise ValueError(f"config.json asks for layers of the type {min(unknown)!r}; served are: {', '.join(served)}")
     return types
 
 

@@ -45,7 +45,7 @@ def spec(config: Config) -> ArchSpec:
     attending = config.get("full_attn_idxs")
     usual = ["full_attention" if attending is None or i in attending else "conv" for i in range(base.num_layers)]
     kinds = {"conv": kind, "full_attention": None}
-    types = layer_types(config, usual, kinds)
+    types = layer_types(config, usual, tuple(kinds))
     layers = tuple(
         replace(layer, recurrence=kinds[name], attends=kinds[name] is None)
         for layer, name in zip(base.layers, types, strict=True)

@@ -125,7 +125,7 @@ def spec_of_next(config: Config) -> ArchSpec:
     position, interval = partial_rope(config, 0.25), config.get("full_attention_interval", 4)
     kinds = {"linear_attention": _recurrence(config), "full_attention": None}
     usual = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(base.num_layers)]
-    types = layer_types(config, usual, kinds)
+    types = layer_types(config, usual, tuple(kinds))
     layers = tuple(
         replace(layer, position=position, recurrence=kinds[kind], attends=kinds[kind] is None)
         for layer, kind in zip(base.layers, types, strict=True)

@@ -87,7 +87,7 @@ def test_the_longest_sequence_is_what_the_positions_reach(case: str, fields: dic
         ({"rope_scaling": {"factor": "two"}}, "rope_scaling.factor 'two', which must be a number above 0"),
         ({"layer_types": 3}, "layer_types 3, which must be a list of texts"),
         ({"hidden_act": ["silu"] * 99}, "…, which must be a text"),
-        ({"hidden_size": None}, "config.json of a llama model lacks the key 'hidden_size'"),
+        ({"hidden_size": None}, "config.json lacks the key 'hidden_size', which llama models have: download it again"),
     ],
 )
 def test_the_field_and_what_it_must_be_are_named(fields: dict[str, Any], sentence: str) -> None:
@@ -129,6 +129,39 @@ def test_what_would_give_other_numbers_is_refused(case: str, fields: dict[str, A
 def test_the_old_form_of_a_rotation_may_stand_beside_the_new_one() -> None:
     both = {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5, **YARN, "rope_type": "yarn"}}
     assert families.find(config_of("llama") | both) == families.find(config_of("llama") | both | {"rope_scaling": None})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_experts_per_tok": 9}, "says 9 experts for each token, of 4: download it again"),
+        ({"num_experts_per_tok": 5}, "says 5 experts for each token, of 4: download it again"),
+        ({"n_group": 3}, "says 8 experts in 3 groups, of which each token goes to 2: download it again"),
+        ({"topk_group": 5}, "says 8 experts in 4 groups, of which each token goes to 5: download it again"),
+    ],
+)
+def test_experts_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        families.find(config_of("glm4_moe") | fields)
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [("afmoe", "full_attention, sliding_attention"), ("qwen3_next", "linear_attention, full_attention")],
+)
+def test_layers_of_an_unknown_type_are_refused(case: str, kinds: str) -> None:
+    config = config_of(case)
+    with pytest.raises(ValueError, match=f"asks for layers of the type 'full'; served are: {kinds}$"):
+        families.find(config | {"layer_types": ["full"] * config["num_hidden_layers"]})
+
+
+def test_trinity_without_a_window_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="sliding_window 0, and layers with positions need a window: download it again"
+    ):
+        families.find(config_of("afmoe") | {"sliding_window": 0})
+    with pytest.raises(ValueError, match="lacks the key 'sliding_window'"):
+        families.find(config_of("afmoe") | {"sliding_window": None})
 
 
 def nested(depth: int, *, in_lists: bool) -> Any:

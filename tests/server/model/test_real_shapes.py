@@ -143,12 +143,13 @@ EXPECTED = {
     "starcoder": Expected(EVERY, Learned(8192)),
     "starcoder2-7b": Expected(UP_TO_4, Rope(1000000.0, 128), (32, 4096)),  # 36 heads
     "t5-large": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
+    "trinity-mini": Expected(EVERY, None, (24, 2048)),
 }
 
 # What every rank holds whole: norms, positions, routers, projections of the embedding, and the biases that are added
 # after the reduction.
 REPLICATED = re.compile(
-    r"e_score_correction_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
+    r"e_score_correction_bias$|expert_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
     r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
     r"|\.(q_a_proj|kv_a_proj_with_mqa)\.weight$|\.mlp\.router\.|\.down_proj_bias$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"

@@ -42,6 +42,7 @@ FAMILIES = [
     "gemma2",
     "phi3",
     "mpt-clipped",
+    "afmoe",
 ]
 MORE_FAMILIES = [
     *("bloom-normed-residual", "opt", "gpt_bigcode", "gpt_neox", "falcon-7b", "llama", "mistral", "mixtral", "qwen2"),
@@ -121,6 +122,14 @@ def test_scales_that_move_change_nothing_else(
     before, after = (load_file(folder / "model.safetensors") for folder in (model, made.folder))
     changed = [n for n in before if n in after and ("norm" in n or "ln_" in n) and not torch.equal(before[n], after[n])]
     assert changed, "no scale moved"
+
+
+def test_gates_of_attention_read_what_scales_leave(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    make(Recipe("w8a8", 8, 128, smooth=0.5), tiny("afmoe"), tmp_path / "made", held_out=HELD_OUT)
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny("afmoe"), tmp_path / "made"))
+    norm, gate = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.gate_proj.weight"
+    assert not torch.allclose(before[norm], after[norm], rtol=0.1)
+    torch.testing.assert_close(before[norm] * before[gate], after[norm] * after[gate])
 
 
 @pytest.mark.parametrize(("bits", "layout"), [(2, "gptq"), (3, "gptq"), (4, "pack-quantized")])
