@@ -4,24 +4,29 @@
 
 A process of its own, so that the memory that it takes is free while something is measured. The tokenizer is a
 byte-level BPE, whose merges make one token of each word that the benchmark's prompts are made of; the tokens that are
-left over have names that no text has. Left out: weights and words that mean anything.
+left over have names that no text has. Experts are in MXFP4 where the config says so. Left out: weights and words that
+mean anything.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmark.cost import shapes
 from benchmark.result import BenchError
 from benchmark.serving.workload import WORDS
+from server.quantisation.sizes import MXFP4_GROUP
 
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}  # ids 0 to 3
 SPACE = "Ġ"  # in byte-level vocabularies
 LONGEST_SEQUENCE = 8192  # of a model with rotary positions, which mean nothing here
+ONE_FILE = "1000GB"
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # ends of names; [experts, inputs, outputs]
+MXFP4_SCALE = 127 - 7  # codes of about 3 become numbers of about 0.02
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -30,7 +35,10 @@ def main(arguments: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(shapes.find(name).config)
     write_tokenizer(config["vocab_size"], folder)
+    stored = config.pop("quantization_config", None)
     write_weights(config, folder)
+    if stored is not None:
+        write_experts_in_mxfp4(stored, folder)
 
 
 def write_weights(config: dict[str, Any], folder: Path) -> None:
@@ -46,7 +54,29 @@ def write_weights(config: dict[str, Any], folder: Path) -> None:
     torch.manual_seed(0)
     model = library.AutoModelForCausalLM.from_config(known, dtype=torch.bfloat16)
     model.generation_config = library.GenerationConfig(**ids)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=ONE_FILE)
+
+
+def write_experts_in_mxfp4(stored: Mapping[str, Any], folder: Path) -> None:
+    """Replace the experts of a model by random ones in MXFP4. stored: the `quantization_config`. Raises BenchError."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if stored.get("quant_method") != "mxfp4":
+        raise BenchError(f"random weights are made in bfloat16 and mxfp4, not {stored.get('quant_method')}")
+    path, tensors = folder / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        if name.endswith(EXPERTS):
+            experts, inputs, outputs = tensor.shape
+            groups = inputs // MXFP4_GROUP
+            codes = (experts, outputs, groups, MXFP4_GROUP // 2)
+            tensors[f"{name}_blocks"] = torch.randint(256, codes, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full(codes[:3], MXFP4_SCALE, dtype=torch.uint8)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path, {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": stored}))
 
 
 def write_tokenizer(vocab_size: int, folder: Path) -> None:

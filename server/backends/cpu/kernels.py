@@ -96,6 +96,7 @@ class Kernels:
         }
         self.grouped_codes = self._by_dtype("grouped_codes", "plppppii")
         self.choose_experts = self._function("choose_experts", "pliiippi")
+        self.choose_experts_by_sigmoid = self._function("choose_experts_by_sigmoid", "pplppi")
         self.sort_pairs = self._function("sort_pairs", "pliippp")
         self.gather_rows = self._by_dtype("gather_rows", "ppplli")
         self.weigh_rows = self._by_dtype("weigh_rows", "pppplili")

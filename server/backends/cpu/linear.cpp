@@ -348,14 +348,19 @@ void grouped(
     const Weight* const* experts, long count, const int32_t* ends, const E* x, const E* biases, E* out, int activation,
     int threads
 ) {
-    for (long expert = 0, first = 0; expert < count; first = ends[expert++]) {
-        const Weight* weight = experts[expert];
-        const E* const none = nullptr;
-        const E* const bias = biases ? biases + expert * weight->outputs * (1 + weight->is_gated) : none;
-        const long tokens = ends[expert] - first;
-        if (!tokens) continue;
-        linear<E, E>(weight, x + first * weight->inputs, tokens, bias, none, out + first * weight->outputs, activation, threads);
-    }
+    const auto layer_of = [=](long expert) {
+        const Weight& weight = *experts[expert];
+        const long first = expert ? ends[expert - 1] : 0;
+        const E* const bias = biases ? biases + expert * weight.outputs * (1 + weight.is_gated) : nullptr;
+        return Layer<E, E>{
+            weight, x + first * weight.inputs, ends[expert] - first, bias, nullptr, out + first * weight.outputs, activation,
+        };
+    };
+    const auto units = [=](long expert) {
+        const Layer<E, E> layer = layer_of(expert);
+        return layer.tokens ? layer.weight.num_panels() * layer.chunks().number : 0;
+    };
+    on_parts(threads, count, units, [=](long expert, Queue& queue) { work(layer_of(expert), queue); });
 }
 
 // What computes products of float32, and of bfloat16, which is what this was compiled for, in words of up to 15 letters.

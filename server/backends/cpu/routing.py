@@ -1,18 +1,23 @@
 """How tokens find their experts and come back from them, by compiled kernels (`routes.cpp`).
 
-Other rules than a softmax over all experts are left to stock operators. Weights and sums are float32, and rounded once.
+Of rules there are a softmax over all experts, and sigmoids with all that belongs to them; others are left to stock
+operators. Weights and sums are float32, and rounded once.
 
 Shapes: T tokens, D model width, E experts, k experts per token.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from server.arch.spec import Scoring
 from server.backends.cpu.kernels import Kernels
+from server.backends.cpu.layers import address_of
 from server.backends.protocol import SOFTMAX, LinearFormat, RouterRule
 from server.backends.reference import router as stock
 
@@ -63,23 +68,27 @@ class KernelRouting:
 
     def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits = router.finest(x, bias).float()
-        if not self.rule.is_softmax_alone:
+        if not self.rule.is_softmax_alone and self.rule.scoring is not Scoring.SIGMOID:
             weights, chosen = stock.choose(logits, self.top_k, self.rule, renormalise=self.renormalise)
             return weights, chosen.int()
         assert logits.is_contiguous()
         weights = torch.empty(len(x), self.top_k)
         chosen = torch.empty(len(x), self.top_k, dtype=torch.int32)
-        self.kernels.choose_experts(
-            logits.data_ptr(),
-            len(x),
-            self.num_experts,
-            self.top_k,
-            self.renormalise,
-            weights.data_ptr(),
-            chosen.data_ptr(),
-            torch.get_num_threads(),
-        )
+        found, threads = (weights.data_ptr(), chosen.data_ptr()), torch.get_num_threads()
+        if self.rule.scoring is Scoring.SIGMOID:
+            rule = ctypes.addressof(self._sigmoid)
+            self.kernels.choose_experts_by_sigmoid(rule, logits.data_ptr(), len(x), *found, threads)
+        else:
+            sizes = (len(x), self.num_experts, self.top_k, self.renormalise)
+            self.kernels.choose_experts(logits.data_ptr(), *sizes, *found, threads)
         return weights, chosen
+
+    @cached_property
+    def _sigmoid(self) -> _SigmoidRule:
+        rule = self.rule
+        assert rule.bias is None or (rule.bias.dtype == torch.float32 and rule.bias.is_contiguous())
+        groups = (rule.num_groups, rule.top_groups)
+        return _SigmoidRule(self.num_experts, self.top_k, self.renormalise, *groups, address_of(rule.bias), rule.scale)
 
     def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> KernelRoutes:
         weights, chosen = self.choose(router, x, bias)
@@ -95,3 +104,13 @@ class KernelRouting:
             ends.data_ptr(),
         )
         return KernelRoutes(self.kernels, weights, tokens, places, ends)
+
+
+class _SigmoidRule(ctypes.Structure):
+    """`SigmoidRule` of routes.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("experts", "top_k", "renormalise", "num_groups", "top_groups")),
+        ("bias", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+    )

@@ -11,6 +11,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <new>
+
 #include "vector.h"
 
 // Units that are not yet taken. Large ranges first, so that each thread reads long runs of memory, smaller ones later, so
@@ -18,6 +20,8 @@
 class Queue {
   public:
     Queue(long units, int threads, long least) : units_(units), threads_(threads), least_(least) {}
+
+    bool is_empty() const { return __atomic_load_n(&next_, __ATOMIC_RELAXED) >= units_; }
 
     // The next range of units, half-open; false when there is none.
     bool take(long& first, long& stop) {
@@ -148,21 +152,19 @@ class Team {
     }
 };
 
+// Run body() on `threads` threads at once.
+template <class Body>
+inline void on_team(int threads, const Body& body) {
+    if (threads == 1) return body();
+    Team::get().run(threads - 1, [](void* at) { (*static_cast<const Body*>(at))(); }, const_cast<Body*>(&body));
+}
+
 // Run body(queue) on `threads` threads, or on fewer where that leaves none with less than `least` units.
 template <class Body>
 inline void on_threads(int threads, long units, long least, const Body& body) {
     threads = int(max(min(long(threads), units / least), 1L));
     Queue queue(units, threads, least);
-    if (threads == 1) return body(queue);
-    struct Job {
-        const Body& body;
-        Queue& queue;
-    } job{body, queue};
-    const auto work = [](void* at) {
-        Job& job = *static_cast<Job*>(at);
-        job.body(job.queue);
-    };
-    Team::get().run(threads - 1, work, &job);
+    on_team(threads, [&] { body(queue); });
 }
 
 // Memory of one thread that is used again at its next call.
@@ -183,6 +185,19 @@ class Workspace {
     void* memory_ = nullptr;
     size_t size_ = 0;
 };
+
+// Run body(part, queue) for each of the parts, which have units(part) units. A thread that finds none left in one goes on
+// with the next one: there is no wait between them.
+template <class Units, class Body>
+inline void on_parts(int threads, long parts, const Units& units, const Body& body) {
+    static thread_local Workspace memory;
+    Queue* const queues = memory.take<Queue>(parts);
+    for (long part = 0; part < parts; part++) new (queues + part) Queue(units(part), threads, 1);
+    on_team(threads, [=] {
+        for (long part = 0; part < parts; part++)
+            if (!queues[part].is_empty()) body(part, queues[part]);
+    });
+}
 
 // Elements that are worth a second thread: waking it takes as long as going through so many.
 constexpr long THREAD_ELEMENTS = 16384;

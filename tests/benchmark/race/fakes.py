@@ -45,11 +45,14 @@ import argparse
 from pathlib import Path
 
 class TextModel:
+    no_mtp = False
+
     def get_vocab_base_pre(self, tokenizer):
         raise NotImplementedError("BPE pre-tokenizer was not recognized - update get_vocab_base_pre()")
 
 class LlamaModel(TextModel):
-    pass
+    def __init__(self):
+        assert self.no_mtp, "the model has no layers that draft"
 
 def main():
     parser = argparse.ArgumentParser()

@@ -9,14 +9,24 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from benchmark.race import steps
-from benchmark.race.model import write_tokenizer
+from benchmark.race.model import main, write_tokenizer
 from benchmark.race.systems import Command, LlamaCpp, Lockstep, OpenVino, Task, Vllm, batched_bench_times
 from benchmark.result import BenchError
 from benchmark.serving.workload import WORDS
 from tests.benchmark.race.fakes import BATCHED_BENCH, cell, make_llama_cpp, make_source
+
+TINY_GPT_OSS = {
+    "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "vocab_size": 2000, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "sliding_window": 8, "attention_bias": True,
+    "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"}, "layer_types": ["full_attention"],
+}  # fmt: skip
 
 
 def task(**fields: object) -> Task:
@@ -177,3 +187,18 @@ def test_each_word_of_a_prompt_is_one_token(tmp_path: Path) -> None:
     assert "déjà vu\n🦙" == tokenizer.decode(tokenizer.encode("déjà vu\n🦙").ids)
     with pytest.raises(BenchError, match="a vocabulary of 300 tokens is too small"):
         write_tokenizer(300, tmp_path)
+
+
+def test_experts_are_made_in_mxfp4_where_the_config_says_so(tmp_path: Path) -> None:
+    shape = tmp_path / "tiny.json"
+    shape.write_text(json.dumps(TINY_GPT_OSS))
+    main([str(shape), str(tmp_path / "made")])
+    assert "mxfp4" == json.loads((tmp_path / "made/config.json").read_text())["quantization_config"]["quant_method"]
+    made = load_file(tmp_path / "made/model.safetensors")
+    blocks, scales = (made[f"model.layers.0.mlp.experts.gate_up_proj_{part}"] for part in ("blocks", "scales"))
+    assert (4, 128, 2, 16) == blocks.shape and (4, 128, 2) == scales.shape
+    assert torch.uint8 == blocks.dtype == scales.dtype
+    assert torch.bfloat16 == made["model.layers.0.self_attn.q_proj.weight"].dtype
+    shape.write_text(json.dumps(TINY_GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(BenchError, match="in bfloat16 and mxfp4, not fp8"):
+        main([str(shape), str(tmp_path / "other")])

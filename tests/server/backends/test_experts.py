@@ -12,6 +12,7 @@ from torch import Tensor
 from server.arch.spec import Activation, Scoring
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import Backend, RouterRule
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.router import choose
@@ -177,3 +178,35 @@ def test_a_router_s_weights_do_not_depend_on_the_tokens_beside() -> None:
     for count in range(1, len(logits)):
         fewer = choose(logits[:count], 2, rule, renormalise=True)
         assert torch.equal(weights[:count], fewer[0]) and torch.equal(chosen[:count], fewer[1])
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_kernels_choose_by_sigmoids_as_the_reference_does(
+    kernels: Kernels, groups: tuple[int, int], has_bias: bool
+) -> None:
+    experts, tokens, top_k = 64, 300, 8
+    bias = random(experts, seed=4) / 4 if has_bias else None
+    rule = RouterRule(Scoring.SIGMOID, bias, *groups, scale=2.5)
+    backend = CpuBackend(kernels, torch.float32)
+    router, x = backend.linear(random(experts, WIDTH, seed=5) / 7), random(tokens, WIDTH, seed=6)
+    for renormalise in (True, False):
+        routing = backend.routing(experts, top_k, renormalise=renormalise, rule=rule)
+        assert isinstance(routing, KernelRouting)
+        weights, chosen = routing.choose(router, x)
+        wanted = choose(router.finest(x, None), top_k, rule, renormalise=renormalise)
+        assert torch.equal(wanted[1].int(), chosen)
+        torch.testing.assert_close(wanted[0], weights, rtol=1e-6, atol=0)
+        alone = [routing.choose(router, row) for row in x.split(1)]
+        assert torch.equal(torch.cat([w for w, _ in alone]), weights)
+        assert torch.equal(torch.cat([c for _, c in alone]), chosen)
+
+
+def test_a_sigmoid_of_no_number_poisons_its_token_alone(kernels: Kernels) -> None:
+    backend = CpuBackend(kernels, torch.float32)
+    x = random(3, WIDTH, seed=7)
+    x[1, 0] = float("nan")
+    routing = backend.routing(EXPERTS, TOP_K, renormalise=True, rule=RouterRule(Scoring.SIGMOID))
+    weights, chosen = routing.choose(backend.linear(random(EXPERTS, WIDTH, seed=3)), x)  # type: ignore[attr-defined]
+    assert [False, True, False] == weights.isnan().all(dim=1).tolist() and not weights[[0, 2]].isnan().any()
+    assert 0 <= chosen.min() and chosen.max() < EXPERTS
