@@ -61,14 +61,14 @@ class LatentBlock:
         rank, rope_dim, key_dim = self.latent.rank, self.latent.rope_dim, self.latent.key_dim
         queries, row, key = self.down(x, None).tensor_split([-rank - rope_dim, -rope_dim], dim=1)
         if self.up is not None and self.query_norm is not None:
-            queries = self.up(self.query_norm(queries))
+            queries = self.up(self.query_norm(queries.contiguous()))
         queries = queries.unflatten(1, (-1, self.latent.query_dim))
         if (scale := self.layer.query_scale) is not None:
             queries = queries * step.query_scales[scale].to(queries.dtype)
         heads = x.new_empty(len(x), queries.shape[1] + 1, self.latent.width)
         heads[:, :-1, :rank] = self.into(queries[..., :key_dim])
         heads[:, :-1, rank:] = queries[..., key_dim:]
-        heads[:, -1, :rank] = self.row_norm(row)
+        heads[:, -1, :rank] = self.row_norm(row.contiguous())
         heads[:, -1, rank:] = key
         position = self.layer.position
         rotation = step.rotations[position] if isinstance(position, Rope) else None

@@ -254,6 +254,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3", LATENT_SIZES | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
                                        "rope_parameters": YARN_BY_DIM | {"mscale": 1.0}},
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT_SIZES | {"n_group": 1, "topk_group": 1, "q_lora_rank": None}),
+    "mistral4": (
+        "mistral4", LATENT_SIZES | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0, "rope_parameters": {
+            "llama_4_scaling_beta": 0.4, **YARN_BY_DIM, "original_max_position_embeddings": 16}},
+    ),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,
                             "attn_config": {"clip_qkv": 0.5}}),
@@ -272,7 +277,8 @@ def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
     attention = settings.pop("attn_implementation")
     config = AutoConfig.for_model(model_type, **(settings | changes))
     auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else auto
+    sees = hasattr(config, "vision_config") or model_type == "mistral4"  # which has a list of such models alone
+    auto = AutoModelForImageTextToText if sees else auto
     model: PreTrainedModel = auto.from_config(config, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name or ".ln_" in name or "ln_f" in name

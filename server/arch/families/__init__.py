@@ -79,6 +79,7 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "glm": Family(glm.spec, glm.NAMES),
     "glm4": Family(glm.spec_of_0414, glm.NAMES_OF_0414),
     "glm4_moe": Family(glm.spec_of_moe, glm.NAMES_OF_MOE),
+    "glm4_moe_lite": Family(glm.spec_of_lite, glm.NAMES_OF_LITE),
     "gpt2": Family(gpt2.spec, gpt2.NAMES),
     "gpt_bigcode": Family(gpt2.spec_of_bigcode, gpt2.NAMES_OF_BIGCODE),
     "gpt_neox": Family(gpt_neox.spec, gpt_neox.NAMES),
@@ -86,11 +87,13 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "granite": Family(granite.spec, granite.NAMES),
     "granitemoe": Family(granite.spec_of_moe, granite.NAMES_OF_MOE),
     "hunyuan_v1_dense": Family(hunyuan.spec, hunyuan.NAMES),
+    "kimi_k2": Family(deepseek.spec_of_3, deepseek.NAMES),
     "lfm2": Family(lfm2.spec, lfm2.NAMES),
     "llama": Family(llama.spec, llama.NAMES),
     "minimax_m2": Family(minimax.spec, minimax.NAMES),
     "ministral3": Family(mistral.spec_of_ministral, mistral.NAMES),
     "mistral": Family(mistral.spec, mistral.NAMES),
+    "mistral4": Family(mistral.spec_of_4, mistral.NAMES_OF_4),
     "mixtral": Family(mistral.spec_of_mixtral, mistral.NAMES_OF_MIXTRAL),
     "mpt": Family(mpt.spec, mpt.NAMES),
     "mt5": Family(t5.unscaled_spec, t5.NAMES),
@@ -131,6 +134,7 @@ class Wrapper:
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
+    "kimi_k25": Wrapper("language_model.", (r"^vision_tower\.", r"^mm_projector\.")),
     "mistral3": Wrapper("language_model.", (r"^vision_tower\.", r"^multi_modal_projector\.")),
     "qwen3_5": Wrapper("model.language_model.", (r"^model\.visual\.",)),
     "qwen3_5_moe": Wrapper("model.language_model.", (r"^model\.visual\.",)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama, qwen
-from server.arch.families.hf_config import Config, deepseek_mixture, mixed, mixture, rope, yarn_magnitude
+from server.arch.families.hf_config import Config, deepseek_mixture, mixed, mixture, of_layers, rope, yarn_magnitude
 from server.arch.spec import ArchSpec, Latent, Moe, with_layers
 
 UNCOMPRESSED = ("k", "v", "q_norm", "k_norm")
@@ -55,10 +55,12 @@ def _growth(config: Config) -> float:
 
 
 def with_experts(base: ArchSpec, config: Config, moe: Moe) -> ArchSpec:
-    """The same with a mixture in all layers but the first."""
+    """The same with a mixture in all layers but the first, or in those that are called sparse."""
     first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    usual = ["sparse" if i >= first and i % step == 0 else "dense" for i in range(base.num_layers)]
+    kinds = of_layers(config.get("mlp_layer_types") or usual, base.num_layers, "mlp_layer_types")
     predictors = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
-    return replace(mixed(base, moe, lambda i: i >= first and i % step == 0), num_predictors=predictors)
+    return replace(mixed(base, moe, lambda i: kinds[i] == "sparse"), num_predictors=predictors)
 
 
 def spec_of_2(config: Config) -> ArchSpec:

@@ -1,19 +1,21 @@
 """Mistral (Jiang et al. 2023, arXiv 2310.06825): Llama with a sliding window.
 
 Mixtral (Jiang et al. 2024, arXiv 2401.04088) is Mistral with a mixture of experts in every layer.
-Ministral 3 (Mistral AI 2025) multiplies queries by what grows with their position.
+Ministral 3 (Mistral AI 2025) multiplies queries by what grows with their position; so does Mistral Small 4, which is
+DeepSeek V3 with a router of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, rotation_of, windowed
+from server.arch.families import deepseek, llama
+from server.arch.families.hf_config import Config, activation, deepseek_mixture, rotation_of, windowed
 from server.arch.names import FUSED_EXPERTS
-from server.arch.spec import ArchSpec, Moe, QueryScale, with_layers
+from server.arch.spec import ArchSpec, Moe, QueryScale, Scoring, with_layers
 
 NAMES = llama.NAMES
+NAMES_OF_4 = deepseek.NAMES
 
 
 def _names(published: str, of_packers: str) -> tuple[str, ...]:
@@ -40,9 +42,18 @@ def spec(config: Config) -> ArchSpec:
 
 
 def spec_of_ministral(config: Config) -> ArchSpec:
+    return _growing(spec(config), config)
+
+
+def spec_of_4(config: Config) -> ArchSpec:
+    moe = replace(deepseek_mixture(config), scoring=Scoring.SOFTMAX, choice_bias=False)
+    return _growing(deepseek.with_experts(deepseek.compressed(config), config, moe), config)
+
+
+def _growing(base: ArchSpec, config: Config) -> ArchSpec:
+    """The same with queries that grow with their position, where config.json says so."""
     given = rotation_of(config) or config["rope_parameters"]
     growth, period = given.get("llama_4_scaling_beta"), given.get("original_max_position_embeddings")
-    base = spec(config)
     return with_layers(base, query_scale=QueryScale(growth, period)) if growth and period else base
 
 

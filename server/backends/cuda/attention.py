@@ -15,6 +15,7 @@ from torch import Tensor
 from server.backends.cuda.kernels.cache import store
 from server.backends.cuda.kernels.common import ScoreTerms, score_terms
 from server.backends.cuda.kernels.decode import decode
+from server.backends.cuda.kernels.latent import attend_rows, store_rows
 from server.backends.cuda.kernels.prefill import prefill
 from server.backends.cuda.kernels.rotate import rotate_and_store, rotated
 from server.backends.cuda.kernels.splits import Processors, processors_of
@@ -38,8 +39,10 @@ class PagedAttention:
         store(kv, k, v, meta.slots, format=self._cache)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
-        out = q.new_empty(q.shape)
         terms, processors = self._on(q.device)
+        if self._scores.rank:
+            return attend_rows(q, kv, meta, self._scores, processors, self._cache)
+        out = q.new_empty(q.shape)
         if meta.num_decodes:
             decode(q, kv, out, meta, terms, processors, window=window, format=self._cache)
         if meta.longest:
@@ -47,6 +50,9 @@ class PagedAttention:
         return out
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        if self._scores.rank:
+            store_rows(heads, kv, rotation, meta.slots, self._scores.rank, self._cache)
+            return self.attend(heads[:, :-1], kv, meta, window)
         q, k, v = split_heads(heads, kv.shape[2])
         out = q.new_empty(q.shape)
         terms, processors = self._on(q.device)

@@ -69,8 +69,6 @@ class CudaBackend(ReferenceBackend):
         return "; ".join(["Triton kernels", *left, *([self._why_not_captured] if self._why_not_captured else [])])
 
     def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
-        if scores.rank:
-            return super().attention(scores, cache)
         return PagedAttention(scores, cache=cache)
 
     def dense(self, weight: Tensor, *, is_gated: bool) -> LinearFormat:
@@ -124,8 +122,6 @@ class CudaBackend(ReferenceBackend):
         return together
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
-        if any(layer.latent for layer in spec.layers):
-            return "attention over compressed keys and values needs the sequences' lengths on the host"
         return self._why_not_captured
 
     def measured_products(self) -> Sequence[str]:

@@ -12,8 +12,12 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 
 from benchmark.cost import shapes
 from benchmark.result import BenchError
+from server.arch.stages import Stage
+from server.model.transformer import kv_shape
 from server.quantisation.kv import KV_FORMATS
+from server.ranks.collectives import Shard
 from server.stepping.cache import KVShape
+from tests.running import ROOT
 
 # (layers, head) in billions of parameters, KV bytes of a token in 16 bits.
 SIZES = {
@@ -199,3 +203,26 @@ def test_a_cache_takes_the_bytes_that_the_server_allocates(dtype: str, kind: str
     )
     assert allocated.bytes_per_token == shape.kv_bytes_per_token(dtype, kind)
     assert list(KV_FORMATS) == list(shapes.KV_CACHE_DTYPES)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "kimi-k2.5", "glm-4.7-flash", "mistral-small-4"])
+def test_compressed_keys_and_values_are_one_row_of_a_token_on_every_rank(name: str) -> None:
+    fixture = json.loads((ROOT / f"tests/server/model/real_shapes/{name}.json").read_text())
+    shape = shapes.from_config(fixture["config"])
+    assert fixture["parameters"] == shape.total_parameters
+    layers, width = shape.spec.num_layers, (256 if name == "mistral-small-4" else 512) + 64
+    assert 2 * layers * width == shape.kv_bytes_per_token("bfloat16")
+    assert layers * (width + 2) == shape.kv_bytes_per_token("bfloat16", "int8")
+    for world_size in (1, 8):
+        stage, shard = Stage.whole(layers), Shard(world_size - 1, world_size)
+        served = kv_shape(shape.spec, stage, shard, torch.bfloat16, KV_FORMATS["int8"])
+        assert layers * (width + 2) == served.bytes_per_token
+        assert (1, 3, 1, 16, width + 2) == served.size_of(3)
+
+
+def test_the_matrix_that_would_expand_keys_and_values_is_dense_in_any_format() -> None:
+    fixture = json.loads((ROOT / "tests/server/model/real_shapes/deepseek-v2-lite.json").read_text())
+    shape = shapes.from_config(fixture["config"])
+    quantised = sum(linear.copies * linear.parameters for linear in shapes.linears_of_decoder(shape.spec, shape.names))
+    routers = 26 * 64 * 2048
+    assert 27 * 16 * 256 * 512 == shape.layer_parameters - quantised - routers - 27 * (2 * 2048 + 512)

@@ -102,6 +102,7 @@ EXPECTED = {
     "glm-4-9b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
     "glm-4-9b-0414": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
     "glm-4.5-air": Expected(EVERY, Rope(1000000.0, 64)),
+    "glm-4.7-flash": Expected(UP_TO_4, Rope(1000000.0, 64, interleaved=True)),  # 20 heads
     "gpt-oss-120b": Expected(EVERY, OF_GPT_OSS, (18, 128)),
     "gpt-oss-20b-bf16": Expected(EVERY, OF_GPT_OSS, (12, 128)),  # as others have expanded it
     "gpt-oss-20b": Expected(EVERY, OF_GPT_OSS, (12, 128)),
@@ -109,6 +110,8 @@ EXPECTED = {
     "granite-3.1-1b-a400m": Expected(EVERY, Rope(1500000.0, 64)),
     "granite-3.1-8b": Expected(EVERY, Rope(10000000.0, 128)),
     "hunyuan-7b": Expected(EVERY, Rope(10000.0 * 1000.0 ** (128 / 126), 128)),
+    "kimi-k2": Expected(EVERY, Rope(50000.0, 64, True, YarnScaling(32.0, 4096, 1.0, magnitude=1.0))),
+    "kimi-k2.5": Expected(EVERY, Rope(50000.0, 64, True, YarnScaling(64.0, 4096, magnitude=1.0))),
     "lfm2-1.2b": Expected(EVERY, Rope(1000000.0, 64)),
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
@@ -116,6 +119,7 @@ EXPECTED = {
     "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "minimax-m2": Expected(EVERY, Rope(5000000.0, 64)),
     "ministral-3-8b": Expected(EVERY, Rope(1000000.0, 128, scaling=YarnScaling(16.0, 16384, magnitude=1.0))),
+    "mistral-small-4": Expected(EVERY, Rope(10000.0, 64, True, YarnScaling(128.0, 8192, magnitude=1.0))),
     "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
     "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
     "mpt-7b": Expected(EVERY, Alibi()),

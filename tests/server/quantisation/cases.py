@@ -107,6 +107,9 @@ PAIRS = {
     "mixtral-mxfp4": Case("mixtral", SMALL, quantised.mxfp4()),
     "mixtral-int8": Case("mixtral", SMALL, quantised.compressed_int8(is_fixed=False)),
     "mixtral-gptq": Case("mixtral", SMALL, quantised.gptq(4, 32, is_ordered=False)),
+    # compressed keys and values, whose expanding matrix becomes dense
+    "deepseek-float8-blocks": Case("deepseek_v3", SMALL, quantised.float8("fp8", "block")),
+    "deepseek-gptq": Case("deepseek_v2", SMALL, quantised.gptq(4, 8, is_ordered=False)),
     # layers that are left dense, or stored in another way than their neighbours
     "llama-awq-mixed": Case(
         "llama", SMALL, with_config(quantised.awq(32), modules_to_not_convert=["up_proj", "layers.1.self_attn"]),

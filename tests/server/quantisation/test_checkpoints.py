@@ -32,7 +32,8 @@ from tests.server.test_service import config_of
 
 ROUNDED = [name for name in PAIRS if "int8" in name or "float8" in name]
 WEIGHT_ONLY = [name for name in PAIRS if name not in ROUNDED]
-IN_LAYERS = [name for name in ROUNDED if "mixtral" not in name]  # transformers' experts are no layers of their own
+# transformers' experts are no layers of their own.
+IN_LAYERS = [name for name in ROUNDED if not name.startswith(("mixtral", "deepseek"))]
 
 
 @pytest.fixture(autouse=True)

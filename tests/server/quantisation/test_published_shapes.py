@@ -30,11 +30,20 @@ from server.checkpoint.weights import CheckpointError, Weights
 from server.model.load import load as load_model
 from server.quantisation.stored import QuantisedWeight
 from server.ranks.collectives import Shard
-from tests.server.model.test_real_shapes import EXPECTED, META, FakeCheckpoint, Published, Region, Shape, ShapeTensor
+from tests.server.model.test_real_shapes import (
+    EXPECTED,
+    META,
+    REPLICATED,
+    FakeCheckpoint,
+    Published,
+    Region,
+    Shape,
+    ShapeTensor,
+)
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]  # of a layer, by suffix
 FLOAT8, HALF, BRAIN, WORDS = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.int32
-LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight$|\.W_pack\.weight$")
+LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj\.weight$|\.(W_pack|kv_a_proj_with_mqa)\.weight$")
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 
 
@@ -101,6 +110,11 @@ MODELS = {
     ),
     "qwen3-8b-fp8": Model(
         "qwen3-8b",
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        float8_blocks,
+    ),
+    "kimi-k2-fp8": Model(
+        "kimi-k2",
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
         float8_blocks,
     ),
@@ -199,8 +213,8 @@ def counts(regions: Sequence[Region], shape: Shape) -> set[int]:
 
 
 def is_small(name: str) -> bool:
-    """What a rank may read whole: vectors, and what the groups or blocks of a layer have one number of."""
-    return not name.endswith(("qweight", "weight")) or "norm" in name
+    """What a rank may read whole: vectors, what the groups or blocks of a layer have one number of, what all hold."""
+    return not name.endswith(("qweight", "weight")) or bool(REPLICATED.search(name))
 
 
 @pytest.mark.parametrize(

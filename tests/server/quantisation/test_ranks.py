@@ -27,7 +27,7 @@ from tests.server.tiny import save_tiny
 OTHERS = [
     *("int8=mixtral", "int4=t5", "fp8=bloom", "int4=opt-350m", "bitsandbytes-nf4=mixtral", "eetq=chatglm3"),
     *("int4=llama-biased-tied", "bitsandbytes-fp4=falcon-40b", "int8=mt5", "bitsandbytes-nf4=gpt_neox"),
-    *("bloom+int8", "llama+int8", "bloom+fp8_e4m3", "llama+fp8_e5m2", "starcoder2, divided"),
+    *("bloom+int8", "llama+int8", "deepseek_v3+int8", "bloom+fp8_e4m3", "llama+fp8_e5m2", "starcoder2, divided"),
 ]
 IN_SUITE = {
     2: [
@@ -36,7 +36,7 @@ IN_SUITE = {
         *("llama-torchao-head", "llama-packed-table", "mistral-float8-blocks", "mixtral-int8", "t5-torchao-floats"),
         *OTHERS,
     ],
-    4: ["baichuan-gptq", "llama-packed-tied", "mixtral-awq", "t5-gptq"],
+    4: ["baichuan-gptq", "deepseek-float8-blocks", "llama-packed-tied", "mixtral-awq", "t5-gptq"],
     8: [],
 }
 # What can be divided so runs at each world size.

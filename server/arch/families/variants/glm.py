@@ -1,13 +1,14 @@
 """GLM-4 (arXiv 2406.12793): Llama with half of each head rotated, in pairs, and one matrix for gate and up.
 
-GLM-4-0414 has norms on both sides of attention and mlp. GLM-4.5 (arXiv 2508.06471) is a mixture as DeepSeek V3's.
+GLM-4-0414 has norms on both sides of attention and mlp. GLM-4.5 (arXiv 2508.06471) is a mixture as DeepSeek V3's;
+GLM-4.7-Flash is DeepSeek V3 of another size.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from server.arch.families import llama, qwen
+from server.arch.families import deepseek, llama, qwen
 from server.arch.families.hf_config import Config, deepseek_mixture, mixed, partial_rope
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Residual, with_layers
@@ -30,6 +31,7 @@ NAMES_OF_0414 = replace(
     },
 )
 NAMES_OF_MOE = qwen.NAMES_OF_SHARED
+NAMES_OF_LITE = deepseek.NAMES
 
 
 def spec(config: Config) -> ArchSpec:
@@ -51,3 +53,7 @@ def spec_of_moe(config: Config) -> ArchSpec:
     )
     predictors = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
     return replace(base, attention_out_bias=False, qk_norm=config.get("use_qk_norm", False), num_predictors=predictors)
+
+
+def spec_of_lite(config: Config) -> ArchSpec:
+    return deepseek.spec_of_3({"first_k_dense_replace": 1, **config})

@@ -2,10 +2,11 @@
 
 These kernels do what `server/backends/reference/attention.py` does: `cache.py` scatters keys and values into the
 blocks, `rotate.py` also rotates queries and keys before, `decode.py` does both for one query per sequence and attends,
-`prefill.py` attends many. A step of decodes is one launch a layer: keys that are split over programs are put together
-by the last of them (`splits.py`). They are the online softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691) over the
-block tables of PagedAttention (Kwon et al. 2023, arXiv 2309.06180); decodes are split over the keys as in
-Flash-Decoding (Dao et al. 2023), so that a few long sequences still fill the GPU.
+`prefill.py` attends many, and `latent.py` does both over compressed keys and values. A step of decodes is one launch a
+layer: keys that are split over programs are put together by the last of them (`splits.py`). They are the online softmax
+of FlashAttention-2 (Dao 2023, arXiv 2307.08691) over the block tables of PagedAttention (Kwon et al. 2023, arXiv
+2309.06180); decodes are split over the keys as in Flash-Decoding (Dao et al. 2023), so that a few long sequences still
+fill the GPU.
 
 What is true of all of them:
 

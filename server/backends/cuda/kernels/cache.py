@@ -101,7 +101,7 @@ def numbers(codes, KIND: tl.constexpr):
 
 
 @triton.jit
-def _divided(x, divisor):
+def divided(x, divisor):
     """x / divisor, rounded to nearest as elsewhere: the plain division is not."""
     return tl.div_rn(x.to(tl.float32), (tl.zeros_like(x) + divisor).to(tl.float32))
 
@@ -137,7 +137,7 @@ def codes_of(x, KIND: tl.constexpr):
 def row_scales(x, AXIS: tl.constexpr):
     """The bits of the scales of rows in int8 along AXIS, and the scales in float32, both of one element there."""
     size = tl.minimum(tl.abs(tl.where(x == x, x, 0.0)), 1.7014118346046923e38)  # 2^127: what is read stays finite
-    bits = _divided(tl.max(size, axis=AXIS, keep_dims=True), 127.0).to(tl.uint32, bitcast=True)
+    bits = divided(tl.max(size, axis=AXIS, keep_dims=True), 127.0).to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded.to(tl.int16), (rounded << 16).to(tl.float32, bitcast=True)
 
@@ -156,11 +156,11 @@ def store_row(
     x = x.to(tl.float32)
     if KIND == INT8:
         bits, scale = row_scales(x, AXIS)
-        codes = codes_of(_divided(x, tl.maximum(scale, 1.17549435e-38)), KIND)
+        codes = codes_of(divided(x, tl.maximum(scale, 1.17549435e-38)), KIND)
         tl.store(cache + offsets, codes, mask=kept)
         tl.store(scales + scale_offsets, bits, mask=kept_rows)
         return numbers(codes, KIND) * scale
-    codes = codes_of(_divided(x, divisor), KIND)
+    codes = codes_of(divided(x, divisor), KIND)
     tl.store(cache + offsets, codes, mask=kept)
     return numbers(codes, KIND)
 

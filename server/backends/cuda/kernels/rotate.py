@@ -112,7 +112,7 @@ def load_rotated(source, features, kept, cos, sin, token, HALF: tl.constexpr, IS
 
 
 @triton.jit
-def _rotate(
+def rotate_heads(
     source,
     target,
     heads,
@@ -165,7 +165,7 @@ def _rotate_heads(
     """TILE heads of one token."""
     token = first + tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    _rotate(
+    rotate_heads(
         x + token * stride,
         turned + token * HEADS * HEAD_DIM,
         heads,
@@ -214,7 +214,7 @@ def _rotate_and_store(
     sin += token * HALF
     if part < tl.cdiv(HEADS, TILE):
         heads = part * TILE + members
-        _rotate(
+        rotate_heads(
             q + token * q_stride,
             turned + token * HEADS * HEAD_DIM,
             heads,
@@ -234,7 +234,7 @@ def _rotate_and_store(
         slot = tl.load(slots + token).to(tl.int64)
         kept = (heads < KV_HEADS) & (slot >= 0)
         place = (slot // BLOCK_SIZE * KV_HEADS * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
-        _rotate(
+        rotate_heads(
             k + token * k_stride,
             k_cache + place,
             heads,

@@ -20,10 +20,10 @@ from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.delta import FusedDelta
 from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.cuda.machine_code import MATRIX, MachineCode
-from server.backends.protocol import SOFTMAX, RouterRule, Summand, split_heads
+from server.backends.protocol import SOFTMAX, RouterRule, Scores, Summand, split_heads
 from server.backends.reference.linear import DenseFormat
 from server.blocks import BLOCK_SIZE
-from server.quantisation.kv import KV_FORMATS
+from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, KvFormat
 from tests.server.backends.cuda.compiled_cases import CPU, found, of_kernel
 from tests.server.backends.cuda.kernel_cases import (
     BLOCKS,
@@ -32,6 +32,7 @@ from tests.server.backends.cuda.kernel_cases import (
     MANY_SPLITS,
     RAGGED,
     Case,
+    LatentCase,
     all_terms,
     in_suite,
     learned,
@@ -145,6 +146,24 @@ def test_attention_over_a_cache_of_codes_compiles(kv_heads: int, name: str, foun
     assert (kv_heads == 4) == any(decode.instructions[name] for name in MATRIX), decode
     assert decode.programs_per_processor >= LEAST_PROGRAMS[decode.kernel], decode
     assert ["_rotate_heads", "_store", "_prefill"] == [code.kernel for code in others]
+
+
+# DeepSeek's rows: all heads, those of one of 8 ranks, and in codes.
+ROWS = [(128, AS_COMPUTED), (16, AS_COMPUTED), (16, KV_FORMATS["int8"]), (16, KV_FORMATS["fp8_e4m3"])]
+
+
+@pytest.mark.parametrize(("heads", "format"), in_suite([ROWS[0], ROWS[2]], ROWS))
+def test_attention_over_rows_that_are_keys_and_values_compiles(
+    heads: int, format: KvFormat, found: list[MachineCode]
+) -> None:
+    case = LatentCase([*RAGGED, (60, 20)], heads, 512, 64, MANY_SPLITS, format)
+    meta, kv, rows, rotation = case.inputs(torch.bfloat16, CPU)
+    PagedAttention(Scores(0.1, rank=512), case.processors, cache=format).self_attend(rows, kv, rotation, meta, 0)
+    _, decode, prefill = found
+    assert ["_store_rows", "_decode_rows", "_prefill_rows"] == [code.kernel for code in found]
+    for code in (decode, prefill):
+        assert any(code.instructions[name] for name in MATRIX) and code.programs_per_processor >= 1, code
+        assert code.local_bytes == 0, code
 
 
 def zeros(*shape: int) -> torch.Tensor:

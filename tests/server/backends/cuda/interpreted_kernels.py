@@ -16,11 +16,13 @@ from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Float8E5
 from tests.server.backends.cuda.interpreted_cases import check_model, quick_calls
 from tests.server.backends.cuda.kernel_cases import (
     CASES,
+    LATENT_CASES,
     STORED_CASES,
     check_attention,
     check_attention_to_stored,
     check_codes,
     check_gate,
+    check_latent,
     check_norm,
     check_norm_of_heads,
     check_padding,
@@ -119,6 +121,15 @@ def test_attention_to_what_is_stored_equals_the_reference(name: str) -> None:
     check_attention_to_stored(STORED_CASES[name], torch.float32, CPU)
 
 
+@pytest.mark.parametrize("name", LATENT_CASES)
+def test_attention_over_rows_that_are_keys_and_values_equals_the_reference(name: str) -> None:
+    check_latent(LATENT_CASES[name], torch.float32, CPU)
+
+
+def test_attention_over_such_rows_in_16_bits_is_close_to_the_reference() -> None:
+    check_latent(LATENT_CASES["decodes and chunks"], torch.float16, CPU)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (70, 1)], ids=["mha", "gqa", "mqa"])
 def test_a_row_without_a_sequence_is_harmless(heads: int, kv_heads: int) -> None:
     check_padding(heads, kv_heads, torch.float32, CPU)
@@ -204,6 +215,8 @@ def test_the_gated_delta_rule_equals_the_operators(dtype: torch.dtype) -> None:
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"num_hidden_layers": 2}, "auto"),
     ("llama", {"num_hidden_layers": 1}, "int8"),
+    ("deepseek_v3", {"num_hidden_layers": 2}, "auto"),  # compressed keys and values
+    ("deepseek_v2-lite", {"num_hidden_layers": 2}, "int8"),
     ("bloom", {"n_layer": 2, "n_head": 2}, "auto"),
     ("qwen3", {"num_hidden_layers": 1}, "auto"),
     ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}, "auto"),
@@ -218,7 +231,7 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "sizes", "kv_cache"), in_suite(MODELS[:2], MODELS))
+@pytest.mark.parametrize(("case", "sizes", "kv_cache"), in_suite(MODELS[:3], MODELS))
 def test_a_model_gives_the_tokens_of_the_reference(
     case: str, sizes: dict[str, Any], kv_cache: str, tmp_path: Path
 ) -> None:

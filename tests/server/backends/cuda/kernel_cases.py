@@ -20,7 +20,7 @@ from server.backends.reference.attention import ReferenceAttention, rotate
 from server.backends.reference.linear import DenseFormat, LayerNorm, RmsNorm, StockRouting, stock_gate
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
-from server.quantisation.kv import AS_COMPUTED, KvFormat
+from server.quantisation.kv import AS_COMPUTED, Float8E4M3, Int8, KvFormat
 from tests.server.backends.test_attention import step_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,61 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 KERNELS = pytest.mark.kernels
 BLOCKS = 64
 ONE_SPLIT, MANY_SPLITS = 1, 4  # multiprocessors to fill: with one, four programs are enough, and nothing is split
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    """One step over rows that are keys and values: (context length, queries) of each sequence, decodes first."""
+
+    lengths: list[tuple[int, int]]
+    heads: int
+    rank: int
+    rotated: int  # behind it
+    processors: int = 1
+    format: KvFormat = AS_COMPUTED
+
+    def inputs(self, dtype: torch.dtype, device: torch.device) -> tuple[StepMeta, Tensor, Tensor, Rotation]:
+        """The step, a cache [1, B, 1, P, W] with numbers in every slot, heads [T, N + 1, R + r], and their rotation."""
+        step = Case(self.lengths, (1, 1), 16, rotation=(self.rotated // 2, True))
+        meta, rotation, width = step.meta(device), step.rotation_on(device), self.rank + self.rotated
+        assert rotation is not None
+        stored, size = self.format.stored(dtype), (1, BLOCKS, 1, BLOCK_SIZE, self.format.width(width))
+        kv = torch.zeros(size, dtype=stored, device=device)
+        rows = random(BLOCKS * BLOCK_SIZE, 1, width, dtype=dtype, device=device)
+        self.format.write(kv, rows, None, torch.arange(len(rows), device=device))
+        return meta, kv, random(meta.query_starts[-1], self.heads + 1, width, dtype=dtype, device=device), rotation
+
+
+LATENT_CASES = {
+    "decode": LatentCase([(1, 1), (16, 1), (17, 1), (120, 1)], 16, 64, 16),
+    "decode, split, few heads": LatentCase([(17, 1), (120, 1)], 4, 80, 24, processors=4),
+    "decode, split, int8": LatentCase([(17, 1), (120, 1)], 20, 64, 16, 4, Int8()),
+    "decodes and chunks": LatentCase([(40, 1), (60, 20), (31, 31)], 8, 64, 16),
+    "decodes and chunks, int8": LatentCase([(40, 1), (60, 20)], 4, 64, 16, format=Int8()),
+    "decodes and chunks, float8": LatentCase([(40, 1), (60, 20)], 4, 64, 16, format=Float8E4M3()),
+}
+
+
+def check_latent(case: LatentCase, dtype: torch.dtype, device: torch.device) -> None:
+    """Against the reference: what comes out, and what is stored."""
+    from server.backends.cuda.attention import PagedAttention
+
+    meta, kv, heads, rotation = case.inputs(dtype, device)
+    scores = Scores(0.1, rank=case.rank)
+    expected_kv, found_kv = kv.clone(), kv.clone()
+    expected = ReferenceAttention(scores, case.format).self_attend(heads.clone(), expected_kv, rotation, meta, 0)
+    attention = PagedAttention(scores, case.processors, cache=case.format)
+    found = attention.self_attend(heads.clone(), found_kv, rotation, meta, 0)
+    tolerance = TOLERANCES[dtype] * (1 if case.format == AS_COMPUTED else 10)  # a rotation may round to another code
+    torch.testing.assert_close(expected, found, atol=tolerance, rtol=tolerance)
+    is_other = (expected_kv != found_kv).float().mean()
+    if case.format == AS_COMPUTED:
+        torch.testing.assert_close(expected_kv, found_kv, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    else:
+        assert is_other < 0.01
+    nowhere = replace(meta, visible=torch.zeros_like(meta.visible))
+    attention.self_attend(heads.clone(), untouched := kv.clone(), rotation, nowhere, 0)
+    assert torch.equal(kv, untouched)
 
 
 def in_suite(suite: Iterable[Any], whole: Iterable[Any]) -> list[Any]:
