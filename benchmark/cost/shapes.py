@@ -19,7 +19,18 @@ from typing import Any
 from benchmark.result import BenchError
 from server.arch import families
 from server.arch.names import NameMap
-from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
+from server.arch.spec import (
+    ArchSpec,
+    Gated,
+    KvHeads,
+    LayerNormSpec,
+    LayerSpec,
+    Learned,
+    Mlp,
+    Moe,
+    Residual,
+    validate,
+)
 from server.arch.stages import stages_of
 from server.checkpoint.files import with_quantisation
 from server.offload.cost import share_read
@@ -132,12 +143,13 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
-        return sum(self.windows.values()) * self.kv_bytes_per_layer(dtype, kv_cache_dtype)
+        kept = [heads for heads in map(self.spec.cached, self.spec.layers) if heads is not None]
+        return sum(kv_bytes(heads, dtype, kv_cache_dtype) for heads in kept)
 
-    def kv_bytes_per_layer(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
-        """The same in one layer."""
-        number, scale = KV_CACHE_BYTES.get(kv_cache_dtype or "auto", (DTYPE_BYTES[dtype], 0))
-        return 2 * self.spec.num_kv_heads * (self.spec.head_dim * number + scale)
+    @property
+    def attending(self) -> list[tuple[LayerSpec, KvHeads]]:
+        """The layers that attend, and what they attend to."""
+        return [(layer, self.spec.kv_heads(layer)) for layer in self.spec.layers if layer.recurrence is None]
 
     def storage(self, quantize: str | None) -> Storage | None:
         """How linear layers are served; None: dense. quantize: as `--quantize`, or as a server describes it.
@@ -202,11 +214,15 @@ class ModelShape:
     def copied_kv_bytes(self, dtype: str, quantize: str | None, ranks: int) -> int:
         """Bytes of keys' and values' matrices that all ranks together have beside one of each: their copies, where
         there are more ranks than key-value heads."""
-        spec, storage, head = self.spec, self.storage(quantize), 2 * self.spec.head_dim
-        one = head * spec.hidden_size * DTYPE_BYTES[dtype]
-        if storage is not None:
-            one = storage.weight_bytes(head, spec.hidden_size)
-        return sum(self.windows.values()) * one * max(0, ranks - spec.num_kv_heads)
+        hidden, storage = self.spec.hidden_size, self.storage(quantize)
+
+        def one(rows: int) -> int:
+            return rows * hidden * DTYPE_BYTES[dtype] if storage is None else storage.weight_bytes(rows, hidden)
+
+        return sum(
+            one((2 - layer.keys_are_values) * heads.dim) * max(0, ranks - heads.count)
+            for layer, heads in self.attending
+        )
 
     @cached_property
     def _linears(self) -> tuple[Linear, ...]:
@@ -269,20 +285,27 @@ class ModelShape:
         return vectors * self.spec.hidden_size
 
     def _layer(self, layer: LayerSpec, *, active: bool) -> int:
-        spec = self.spec
-        hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        attention = hidden * ((1 + spec.attention_gate) * queries + 2 * keys) + queries * hidden
-        biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
-        biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks
+        spec, heads = self.spec, self.spec.kv_heads(layer)
+        hidden, queries, keys = spec.hidden_size, spec.num_heads * heads.dim, heads.count * heads.dim
+        keys_and_values = (2 - layer.keys_are_values) * keys
+        attention = hidden * ((1 + spec.attention_gate) * queries + keys_and_values) + queries * hidden
+        biases = (queries + keys_and_values) * spec.qkv_bias + hidden * spec.attention_out_bias
+        biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks + spec.layer_scale
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
-        norms += 2 * spec.head_dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
+        norms += 2 * heads.dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
         if (kind := layer.recurrence) is not None:
-            norms -= 2 * spec.head_dim * spec.qk_norm
+            norms -= 2 * heads.dim * spec.qk_norm
             inner = kind.num_heads * kind.value_dim
             beside = kind.channels * kind.conv + 2 * kind.num_heads + kind.value_dim  # convolution, fading, norm
             attention, biases = hidden * (kind.channels + 2 * inner + 2 * kind.num_heads) + beside, 0
         return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
+
+
+def kv_bytes(heads: KvHeads, dtype: str, kv_cache_dtype: str | None = None) -> int:
+    """Bytes of the keys and values of one token in one layer. kv_cache_dtype: where it is not the model's."""
+    number, scale = KV_CACHE_BYTES.get(kv_cache_dtype or "auto", (DTYPE_BYTES[dtype], 0))
+    return 2 * heads.count * (heads.dim * number + scale)
 
 
 def _mlp_columns(mlp: Mlp) -> int:
@@ -511,12 +534,12 @@ def _linears_of_recurrence(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> It
 
 
 def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
-    hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = (
-        {"qkv": queries + 2 * keys}
-        if "qkv" in roles
-        else {"q": (1 + spec.attention_gate) * queries, "k": keys, "v": keys}
-    )
+    hidden, heads = spec.hidden_size, spec.kv_heads(layer)
+    queries, keys = spec.num_heads * heads.dim, heads.count * heads.dim
+    qkv = {"qkv": queries + 2 * keys}
+    if "qkv" not in roles:
+        qkv = {"q": (1 + spec.attention_gate) * queries, "k": keys, "v": keys}
+        qkv = {role: rows for role, rows in qkv.items() if role != "v" or not layer.keys_are_values}
     for role, outputs in qkv.items():
         yield role, outputs, hidden, 1, 1
     yield "attention_out", hidden, queries, 1, 1

@@ -24,7 +24,8 @@ STATE_ITEMSIZE = 4  # bytes of a number of a recurrent layer's state
 def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
     """Memory of one rank's largest step, which has so many prompt tokens. itemsize: of a number."""
     recurrent = max((kind.channels + kind.num_heads * kind.value_dim for kind in spec.recurrences), default=0)
-    widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * spec.head_dim, recurrent)
+    head_dim = max(spec.kv_heads(layer).dim for layer in spec.layers)
+    widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * head_dim, recurrent)
     activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
     return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
 
@@ -62,15 +63,19 @@ def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:
 
 
 def _sizes(spec: ArchSpec) -> Iterator[int]:
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = spec.hidden_size * (2 * (queries + keys) + queries * spec.attention_gate)
-    cross = attention if spec.encoder is not None else 0
+    cross = 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.encoder else 0
     return (
-        (attention if layer.recurrence is None else _recurrence(layer.recurrence, spec.hidden_size))
+        (_attention(spec, layer) if layer.recurrence is None else _recurrence(layer.recurrence, spec.hidden_size))
         + cross
         + _mlp(layer, spec.hidden_size)
         for layer in spec.layers
     )
+
+
+def _attention(spec: ArchSpec, layer: LayerSpec) -> int:
+    heads = spec.kv_heads(layer)
+    queries, keys = spec.num_heads * heads.dim, heads.count * heads.dim
+    return spec.hidden_size * ((2 + spec.attention_gate) * queries + (2 - layer.keys_are_values) * keys)
 
 
 def _recurrence(kind: GatedDelta, hidden: int) -> int:

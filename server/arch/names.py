@@ -6,6 +6,7 @@ Roles, each with `.weight` and where the model has one `.bias`:
     attention_norm, q, k, v or qkv, q_norm, k_norm, attention_out, attention_post_norm
     sinks                                                   [heads]; its name has no suffix
     mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
+    layer_scale                                             likewise, [1]; its name has no suffix
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
     activation                                              of its mlp, by whose `.scales` AutoAWQ divides, if there are
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number; or `stacks`

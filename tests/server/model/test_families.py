@@ -24,7 +24,13 @@ from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engin
 
 PROMPT = [int(i) for i in torch.randint(4, 103, (64,), generator=torch.Generator().manual_seed(0))]
 NEW_TOKENS = 32
-VISION_MODELS = (("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe"))  # `model_type`, and the case of its text
+OF_QWEN, OF_GEMMA = ("model.visual.patch_embed.proj", "mtp.fc"), ("model.vision_tower.patch", "model.embed_audio.proj")
+VISION_MODELS = (  # `model_type`, the case of its text, and what its checkpoint has besides
+    ("qwen3_5", "qwen3_5", OF_QWEN),
+    ("qwen3_5_moe", "qwen3_5_moe", OF_QWEN),
+    ("gemma4", "gemma4", OF_GEMMA),
+    ("gemma4_unified", "gemma4_unified", OF_GEMMA),
+)
 LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
 WAYS = ("reference", "kernels")
 RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose states are of one sequence alone
@@ -102,20 +108,19 @@ def test_every_family_has_a_case() -> None:
     covered = {tiny.CASES[case][0] for case in tiny.CASES} | {
         published.CASES[c][0]["model_type"] for c in published.CASES
     }
-    assert {*FAMILIES, *WRAPPERS} == covered | dict(VISION_MODELS).keys()
+    assert {*FAMILIES, *WRAPPERS} == covered | {wrapper for wrapper, _, _ in VISION_MODELS}
 
 
-@pytest.mark.parametrize(("wrapper", "case"), VISION_MODELS)
+@pytest.mark.parametrize(("wrapper", "case", "others"), VISION_MODELS)
 def test_the_text_half_of_a_vision_model_is_found(
-    checkpoints: Checkpoints, tmp_path: Path, wrapper: str, case: str
+    checkpoints: Checkpoints, tmp_path: Path, wrapper: str, case: str, others: tuple[str, ...]
 ) -> None:
     folder, _ = checkpoints(case)
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": config}))
     tensors = load_file(folder / "model.safetensors")
     wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    others = {"model.visual.patch_embed.proj.weight": torch.ones(2, 3), "mtp.fc.weight": torch.ones(4)}
-    save_file(wrapped | others, tmp_path / "model.safetensors")
+    save_file(wrapped | {f"{name}.weight": torch.ones(4) for name in others}, tmp_path / "model.safetensors")
     alone, inside = (generate(load_engine(path), [Prompt(PROMPT)])[0] for path in (folder, tmp_path))
     assert alone.tokens == inside.tokens
 
