@@ -176,7 +176,7 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
     weights += shape.padding_bytes(served.quantize, num_shard)
     weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
-    kv_bytes = served.kv_bytes_per_token * replace(served, ranks=num_shard).kv_copies // num_shard
+    kv_bytes = replace(served, ranks=num_shard).kept_bytes // num_shard
     free = device.free_bytes(weights, _step_bytes(served, device, num_shard, args), num_shard)
     # One state is nobody's; of the free memory, states have at most half.
     state = state_bytes(shape.spec, num_shard)

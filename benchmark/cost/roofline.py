@@ -42,16 +42,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from benchmark import options
-from benchmark.cost.shapes import DTYPE_BYTES, ModelShape
+from benchmark.cost.shapes import DTYPE_BYTES, ModelShape, kv_bytes
 from benchmark.result import BenchError
 from router.config import MOST_MICRO_BATCHES
 from server.arch.footprint import state_bytes
-from server.arch.spec import ArchSpec, Residual
+from server.arch.spec import ArchSpec, KvHeads, Residual
 
 MEASURED, DATA_SHEET = "measured", "data sheet"  # where ceilings come from: what a share of the limit is a share of
 
@@ -186,27 +188,37 @@ class ServedModel:
         return [replace(self, shape=shape) for shape in self.shape.stages(count)]
 
     @property
-    def kv_copies(self) -> int:
-        """Ranks that hold the same key-value head: several where there are more ranks than heads."""
-        return max(1, self.ranks // self.shape.spec.num_kv_heads)
-
-    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token in all layers, each head once."""
         return self.shape.kv_bytes_per_token(self.dtype, self.kv_cache_dtype)
 
-    @property
+    @cached_property
     def kv_bytes(self) -> Mapping[int, int]:
-        """Bytes of the keys and values of one token on all ranks, by the window of the layers that they are of."""
-        one = self.kv_copies * self.shape.kv_bytes_per_layer(self.dtype, self.kv_cache_dtype)
-        return {window: count * one for window, count in self.shape.windows.items()}
+        """Bytes of the keys and values of one token on all ranks, by the window of the layers that look at them."""
+        return self._by_window(self._kv_bytes)
 
-    @property
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes of the keys and values of one token on all ranks, in all layers that keep them."""
+        return sum(self._kv_bytes(heads) for heads in map(self.shape.spec.cached, self.shape.spec.layers) if heads)
+
+    @cached_property
     def key_flops(self) -> Mapping[int, int]:
         """Operations of a token looking at one key, by the window of the layers in which it does."""
         spec, latent = self.shape.spec, self.shape.spec.layers[0].latent
-        one = 2 * spec.num_heads * (spec.head_dim + (latent.rank if latent else spec.head_dim))  # its key, its value
-        return {window: count * one for window, count in self.shape.windows.items()}
+        return self._by_window(lambda heads: 2 * spec.num_heads * (heads.dim + (latent.rank if latent else heads.dim)))
+
+    def _kv_bytes(self, heads: KvHeads) -> int:
+        """In one layer. Where there are more ranks than heads, several hold the same one."""
+        copies = max(1, self.ranks // heads.count)
+        return copies * kv_bytes(heads, self.dtype, self.kv_cache_dtype)
+
+    def _by_window(self, number: Callable[[KvHeads], int]) -> Mapping[int, int]:
+        """The sum of a number of each layer that attends, by its window."""
+        found: Counter[int] = Counter()
+        for layer, heads in self.shape.attending:
+            found[layer.window] += number(heads)
+        return found
 
     @property
     def product_kind(self) -> str:
@@ -226,9 +238,8 @@ class ServedModel:
         """
         shape, pieces = self.shape, list(pieces)
         tokens = sum(piece.tokens for piece in pieces)
-        kv = sum(
-            num_bytes * (tokens + sum(piece.read(window) for piece in pieces))  # what is computed is also written
-            for window, num_bytes in self.kv_bytes.items()
+        kv = self.kept_bytes * tokens + sum(
+            num_bytes * sum(piece.read(window) for piece in pieces) for window, num_bytes in self.kv_bytes.items()
         )
         attention = sum(
             flops * sum(piece.pairs(window) for piece in pieces) for window, flops in self.key_flops.items()
@@ -254,7 +265,7 @@ class ServedModel:
         pairs = times * sum(length**2 for length in lengths)
         layers = encoder.num_layers * shape.has_embedding
         attention = 4 * layers * encoder.num_heads * encoder.head_dim * pairs
-        num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * sum(self.kv_bytes.values())
+        num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * self.kept_bytes
         in_8_bits, _ = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu, of_prompts=True)
         return BytesAndFlops(num_bytes, 2 * shape.encode_parameters * tokens + attention, 2 * in_8_bits * tokens)
 

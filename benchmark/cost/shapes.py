@@ -20,7 +20,18 @@ from benchmark.result import BenchError
 from server.arch import families
 from server.arch.footprint import recurrence_size
 from server.arch.names import NameMap
-from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
+from server.arch.spec import (
+    ArchSpec,
+    Gated,
+    KvHeads,
+    LayerNormSpec,
+    LayerSpec,
+    Learned,
+    Mlp,
+    Moe,
+    Residual,
+    validate,
+)
 from server.arch.stages import stages_of
 from server.checkpoint.files import with_quantisation
 from server.offload.cost import share_read
@@ -133,13 +144,13 @@ class ModelShape:
 
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
-        return sum(self.windows.values()) * self.kv_bytes_per_layer(dtype, kv_cache_dtype)
+        kept = [heads for heads in map(self.spec.cached, self.spec.layers) if heads is not None]
+        return sum(kv_bytes(heads, dtype, kv_cache_dtype) for heads in kept)
 
-    def kv_bytes_per_layer(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
-        """The same in one layer."""
-        number, scale = KV_CACHE_BYTES.get(kv_cache_dtype or "auto", (DTYPE_BYTES[dtype], 0))
-        rows = self.spec.layers[0].cache_rows * self.spec.num_kv_heads
-        return rows * (self.spec.head_dim * number + scale)
+    @property
+    def attending(self) -> list[tuple[LayerSpec, KvHeads]]:
+        """The layers that attend, and what they attend to."""
+        return [(layer, self.spec.kv_heads(layer)) for layer in self.spec.layers if layer.attends]
 
     def storage(self, quantize: str | None) -> Storage | None:
         """How linear layers are served; None: dense. quantize: as `--quantize`, or as a server describes it.
@@ -205,12 +216,16 @@ class ModelShape:
         """Bytes of keys' and values' matrices that all ranks together have beside one of each: their copies, where
         there are more ranks than key-value heads; of compressed ones, all that is computed before heads are told apart.
         """
-        spec, storage, latent = self.spec, self.storage(quantize), self.spec.layers[0].latent
-        head = latent.compressed if latent else 2 * spec.head_dim
-        one = head * spec.hidden_size * DTYPE_BYTES[dtype]
-        if storage is not None:
-            one = storage.weight_bytes(head, spec.hidden_size)
-        return sum(self.windows.values()) * one * max(0, ranks - spec.num_kv_heads)
+        hidden, storage = self.spec.hidden_size, self.storage(quantize)
+
+        def one(rows: int) -> int:
+            return rows * hidden * DTYPE_BYTES[dtype] if storage is None else storage.weight_bytes(rows, hidden)
+
+        return sum(
+            one(layer.latent.compressed if layer.latent else (2 - layer.keys_are_values) * heads.dim)
+            * max(0, ranks - heads.count)
+            for layer, heads in self.attending
+        )
 
     @cached_property
     def _linears(self) -> tuple[Linear, ...]:
@@ -273,22 +288,29 @@ class ModelShape:
         return vectors * self.spec.hidden_size
 
     def _layer(self, layer: LayerSpec, *, active: bool) -> int:
-        spec = self.spec
-        hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        attention = hidden * ((1 + spec.attention_gate) * queries + 2 * keys) + queries * hidden
-        biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
-        biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks
+        spec, heads = self.spec, self.spec.kv_heads(layer)
+        hidden, queries, keys = spec.hidden_size, spec.num_heads * heads.dim, heads.count * heads.dim
+        keys_and_values = (2 - layer.keys_are_values) * keys
+        attention = hidden * ((1 + spec.attention_gate) * queries + keys_and_values) + queries * hidden
+        biases = (queries + keys_and_values) * spec.qkv_bias + hidden * spec.attention_out_bias
+        biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks + spec.layer_scale
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
-        norms += 2 * spec.head_dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
+        norms += 2 * heads.dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
         if not layer.attends:
-            norms -= 2 * spec.head_dim * spec.qk_norm
+            norms -= 2 * heads.dim * spec.qk_norm
             attention = biases = 0
         if (latent := layer.latent) is not None:
             attention = latent.parameters(hidden, spec.num_heads)
             norms += latent.query_rank + latent.rank
         recurrence = recurrence_size(layer.recurrence, hidden) if layer.recurrence is not None else 0
         return attention + recurrence + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
+
+
+def kv_bytes(heads: KvHeads, dtype: str, kv_cache_dtype: str | None = None) -> int:
+    """Bytes of the keys and values of one token in one layer. kv_cache_dtype: where it is not the model's."""
+    number, scale = KV_CACHE_BYTES.get(kv_cache_dtype or "auto", (DTYPE_BYTES[dtype], 0))
+    return heads.rows * heads.count * (heads.dim * number + scale)
 
 
 def _mlp_columns(mlp: Mlp) -> int:
@@ -525,8 +547,12 @@ def _linears_of_latent(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterat
 
 
 def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
-    hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = {"qkv": queries + 2 * keys} if "qkv" in roles else {"q": queries, "k": keys, "v": keys}
+    hidden, heads = spec.hidden_size, spec.kv_heads(layer)
+    queries, keys = spec.num_heads * heads.dim, heads.count * heads.dim
+    if "qkv" in roles:
+        qkv = {"qkv": queries + 2 * keys}
+    else:
+        qkv = {"q": queries, "k": keys} | ({} if layer.keys_are_values else {"v": keys})
     if spec.attention_gate:
         qkv |= {"attention_gate": queries} if "attention_gate" in roles else {"q": 2 * queries}
     for role, outputs in qkv.items():

@@ -25,7 +25,8 @@ STATE_ITEMSIZE = 4  # bytes of a number of a recurrent layer's state
 def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
     """Memory of one rank's largest step, which has so many prompt tokens. itemsize: of a number."""
     recurrent = max((kind.step_width for kind in spec.recurrences), default=0)
-    widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * spec.head_dim, recurrent)
+    head_dim = max(spec.kv_heads(layer).dim for layer in spec.layers)
+    widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * head_dim, recurrent)
     activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
     return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
 
@@ -63,19 +64,21 @@ def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:
 
 
 def _sizes(spec: ArchSpec) -> Iterator[int]:
-    cross = _attention(spec) if spec.encoder is not None else 0
+    cross = 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.encoder else 0
     return (_mixer(spec, layer) + cross + _mlp(layer, spec.hidden_size) for layer in spec.layers)
 
 
 def _mixer(spec: ArchSpec, layer: LayerSpec) -> int:
-    attention = layer.latent.parameters(spec.hidden_size, spec.num_heads) if layer.latent else _attention(spec)
+    if layer.latent is not None:
+        return layer.latent.parameters(spec.hidden_size, spec.num_heads)
     recurrence = recurrence_size(layer.recurrence, spec.hidden_size) if layer.recurrence is not None else 0
-    return attention * layer.attends + recurrence
+    return _attention(spec, layer) * layer.attends + recurrence
 
 
-def _attention(spec: ArchSpec) -> int:
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    return spec.hidden_size * (2 * (queries + keys) + queries * spec.attention_gate)
+def _attention(spec: ArchSpec, layer: LayerSpec) -> int:
+    heads = spec.kv_heads(layer)
+    queries, keys = spec.num_heads * heads.dim, heads.count * heads.dim
+    return spec.hidden_size * ((2 + spec.attention_gate) * queries + (2 - layer.keys_are_values) * keys)
 
 
 def recurrence_size(kind: Recurrence, hidden: int) -> int:

@@ -8,6 +8,7 @@ Roles, each with `.weight` and where the model has one `.bias`:
     attention_gate                                          where its rows are not in q's matrix
     sinks                                                   [heads]; its name has no suffix
     mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
+    layer_scale                                             likewise, [1]; its name has no suffix
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
     activation                                              of its mlp, by whose `.scales` AutoAWQ divides, if there are
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number; or `stacks`

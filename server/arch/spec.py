@@ -126,6 +126,14 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """Only the fastest pairs of features turn, as fast as if all did; frequencies are divided by `factor` (Gemma 4)."""
+
+    num_pairs: int  # that turn
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class LongScaling:
     """One divisor for each frequency, from a list for short and one for long sequences (LongRoPE, arXiv 2402.13753)."""
 
@@ -135,7 +143,7 @@ class LongScaling:
     magnitude: float  # what cos and sin are multiplied by
 
 
-Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling | ProportionalScaling
 
 
 @dataclass(frozen=True)
@@ -266,6 +274,15 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class KvHeads:
+    """Heads of keys and values, and the features of each, which a head of queries has too."""
+
+    count: int
+    dim: int
+    rows: int = 2  # that a token keeps for each head: key and value, or one that is both
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What may differ between the layers of one model."""
 
@@ -277,11 +294,8 @@ class LayerSpec:
     attends: bool = True
     recurrence: Recurrence | None = None  # what has a state, in attention's place or beside it
     latent: Latent | None = None  # how keys and values are compressed; None: they are not
-
-    @property
-    def cache_rows(self) -> int:
-        """Rows that a token has in the layer's cache for each kv head: key and value, or one that is both."""
-        return 1 if self.latent else 2
+    kv_heads: KvHeads | None = None  # where they are not the model's
+    keys_are_values: bool = False  # values are what the matrix of keys gives, before norm and rotation
 
 
 @dataclass(frozen=True)
@@ -309,10 +323,12 @@ class ArchSpec:
     embed_scale: float = 1.0  # what the embedding is multiplied by
     rounds_embed_scale: bool = False  # to the model's dtype first
     embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
+    layer_scale: bool = False  # the residual stream is multiplied by a number of each layer behind it
     final_norm: bool = True
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
     qk_row_norm: bool = False  # a token's queries of all heads are normalised together, and so are its keys
     late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation
+    v_norm: bool = False  # each head's values are divided by their root mean square
     attention_gate: bool = False  # attention's output is multiplied by a gate's sigmoid; it has a role, or rows of q
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
@@ -333,6 +349,16 @@ class ArchSpec:
     def recurrences(self) -> list[Recurrence]:
         """Those of the layers that have a state."""
         return [layer.recurrence for layer in self.layers if layer.recurrence is not None]
+
+    def kv_heads(self, layer: LayerSpec) -> KvHeads:
+        """Those that a layer attends to."""
+        if layer.latent is not None:
+            return KvHeads(1, layer.latent.width, rows=1)
+        return layer.kv_heads or KvHeads(self.num_kv_heads, self.head_dim)
+
+    def cached(self, layer: LayerSpec) -> KvHeads | None:
+        """What a layer keeps of each token; None: nothing."""
+        return self.kv_heads(layer) if layer.attends else None
 
     @property
     def attention_scale(self) -> float:
@@ -370,14 +396,22 @@ def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
         )
     if kind == "dynamic" and any(rope.dim <= 2 for rope in ropes):
         raise ValueError("--rope-scaling dynamic needs more than 2 rotated features of a head: use linear")
+    if kind == "dynamic" and any(isinstance(rope.scaling, ProportionalScaling) for rope in ropes):
+        raise ValueError("--rope-scaling dynamic is not for rotations of some features among others: use linear")
     scaling = LinearScaling(factor) if kind == "linear" else DynamicScaling(factor, spec.max_positions)
     layers = tuple(
-        replace(layer, position=replace(layer.position, scaling=scaling))
+        replace(layer, position=_scaled(layer.position, scaling))
         if isinstance(layer.position, Rope) and (len(ropes) == 1 or not layer.window)
         else layer
         for layer in spec.layers
     )
     return replace(spec, layers=layers, max_positions=min(int(spec.max_positions * factor), MOST_POSITIONS))
+
+
+def _scaled(rope: Rope, scaling: LinearScaling | DynamicScaling) -> Rope:
+    if isinstance(rope.scaling, ProportionalScaling):
+        return replace(rope, scaling=replace(rope.scaling, factor=scaling.factor))
+    return replace(rope, scaling=scaling)
 
 
 def with_residual_scale(spec: ArchSpec, scale: float) -> ArchSpec:
@@ -410,7 +444,10 @@ def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
         for size in sorted(values)
         if size % world_size
     ]
-    kv_heads = spec.num_kv_heads
-    if kv_heads % world_size and world_size % kv_heads:
-        problems.append(f"the model has {kv_heads} key-value heads, which do not fit --num-shard {world_size}")
+    counts = {spec.num_kv_heads} | {spec.kv_heads(layer).count for layer in spec.layers}
+    problems += [
+        f"the model has {count} key-value heads, which do not fit --num-shard {world_size}"
+        for count in sorted(counts)
+        if count % world_size and world_size % count
+    ]
     return problems

@@ -20,6 +20,7 @@ from server.arch.spec import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProportionalScaling,
     QueryScale,
     Rope,
     YarnScaling,
@@ -101,6 +102,9 @@ def _frequencies(rope: Rope, exponents: Tensor) -> tuple[Tensor, float]:
     scaling = rope.scaling
     if isinstance(scaling, LinearScaling):
         return (plain / scaling.factor).unsqueeze(0), 1.0
+    if isinstance(scaling, ProportionalScaling):
+        turns = torch.arange(len(plain), device=plain.device) < scaling.num_pairs
+        return (plain / scaling.factor * turns).unsqueeze(0), 1.0
     if isinstance(scaling, Llama3Scaling):
         return _llama3(plain, scaling).unsqueeze(0), 1.0
     if isinstance(scaling, YarnScaling):

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, LayerSpec, QueryScale, Residual, Rope
+from server.arch.spec import ArchSpec, KvHeads, LayerSpec, QueryScale, Residual, Rope
 from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
 from server.backends.reference.attention import rotate
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear
@@ -58,6 +58,7 @@ class AttentionBlock:
     gate: ColumnLinear | None  # rows of this rank's heads; the sigmoid of what it gives multiplies what is attended
     out: RowLinear
     qk_norm: QkNorm | None
+    v_norm: Norm | None
     attention: Attention
     spec: ArchSpec
     layer: LayerSpec
@@ -68,13 +69,16 @@ class AttentionBlock:
 
     def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
         """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, W]."""
-        heads, kv_heads, position = self._heads(x), kv.shape[2], self.layer.position
+        kv_heads, position = kv.shape[2], self.layer.position
+        heads = self._heads(x, kv_heads)
         rotation = step.rotations[position] if isinstance(position, Rope) else None
         if self.spec.late_qk_norm and rotation is not None:
             heads = torch.cat([rotate(rotation, heads[:, :-kv_heads]), heads[:, -kv_heads:]], dim=1)
             rotation = None
         if self.qk_norm is not None:
             heads = self.qk_norm(heads, kv_heads)
+        if self.v_norm is not None:
+            heads[:, -kv_heads:] = self.v_norm(heads[:, -kv_heads:])
         if self.spec.qkv_clip:
             heads = heads.clamp(-self.spec.qkv_clip, self.spec.qkv_clip)
         if self.layer.query_scale is not None:
@@ -82,10 +86,15 @@ class AttentionBlock:
         attended = self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
         return attended if self.gate is None else attended * self.gate(x).sigmoid()
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _heads(self, x: Tensor, kv_heads: int) -> Tensor:
         """x [T, D] → its queries, keys and values [T, N + 2K, H]."""
-        qkv = self.qkv(x)
-        return qkv.view(len(qkv), -1, self.spec.head_dim)
+        heads = self.qkv(x).view(len(x), -1, self.kv_heads.dim)
+        return torch.cat([heads, heads[:, -kv_heads:]], dim=1) if self.layer.keys_are_values else heads
+
+    @property
+    def kv_heads(self) -> KvHeads:
+        """What it attends to, on all ranks."""
+        return self.spec.kv_heads(self.layer)
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,7 @@ class Layer:
     norms: Mapping[str, Norm]
     shard: Shard
     wiring: Callable[[Layer, Stream, Tensor, LayerStep], Stream]
+    scale: Tensor | None = None  # [] by which the residual stream is multiplied behind it
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -154,7 +164,8 @@ class Layer:
 
     def __call__(self, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
         """The residual stream behind the layer; keys and values are written into kv [2, B, K, P, W]."""
-        return self.wiring(self, stream, kv, step)
+        stream = self.wiring(self, stream, kv, step)
+        return stream if self.scale is None else Stream(stream.total * self.scale)
 
     def remember(self, encoded: Tensor, kv: Tensor, meta: StepMeta) -> None:
         """Write what attention to an encoder's output [T, D] reads of it into kv [2, B, K, P, W]."""

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, LayerNormSpec, LayerSpec, Learned, RmsNormSpec, Rope
+from server.arch.spec import ArchSpec, KvHeads, LayerNormSpec, LayerSpec, Learned, RmsNormSpec, Rope
 from server.arch.stages import Stage
 from server.backends.protocol import Attention, Backend, Norm, Scores
 from server.checkpoint.formats.protocol import Ranges
@@ -162,6 +162,12 @@ class StackLoader:
         # In float32: near 1 the checkpoint's dtype has no room for what is stored as a distance from 1.
         return self.backend.norm(weight.float() + 1 if kind.unit_offset else weight, None, kind.eps, is_centred=False)
 
+    def _plain_norm(self, size: int) -> Norm:
+        """The root mean square norm without weights."""
+        return self.backend.norm(
+            torch.ones(size, device=self.weights.device), None, self.spec.norm.eps, is_centred=False
+        )
+
     @cached_property
     def _scores(self) -> Scores:
         """How this rank's heads score; slopes and biases are those of the local heads."""
@@ -191,6 +197,7 @@ class StackLoader:
             norms={role: self._norm(role, self.spec.hidden_size) for role in norms},
             shard=self.weights.shard,
             wiring=wiring,
+            scale=self.weights.bare("layer_scale", 1).view(()) if self.spec.layer_scale else None,
         )
 
     def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer:
@@ -202,35 +209,36 @@ class StackLoader:
         return self._attention(layer, attention)
 
     def _attention(self, layer: LayerSpec, attention: Attention) -> AttentionBlock:
-        spec = self.spec
-        size = (spec.hidden_size, spec.num_heads * spec.head_dim)
+        spec, heads = self.spec, self.spec.kv_heads(layer)
+        size = (spec.hidden_size, spec.num_heads * heads.dim)
         return AttentionBlock(
-            qkv=self._qkv(),
-            gate=self._gate() if spec.attention_gate else None,
+            qkv=self._qkv(layer),
+            gate=self._gate(heads.dim) if spec.attention_gate else None,
             out=load_row(self.weights, "attention_out", size, self.backend.linear, bias=spec.attention_out_bias),
-            qk_norm=self._qk_norm(),
+            qk_norm=self._qk_norm(heads),
+            v_norm=self._plain_norm(heads.dim) if spec.v_norm else None,
             attention=attention,
             spec=spec,
             layer=layer,
         )
 
-    def _qk_norm(self) -> QkNorm | None:
+    def _qk_norm(self, kv: KvHeads) -> QkNorm | None:
         spec, shard = self.spec, self.weights.shard
         if spec.qk_norm or spec.late_qk_norm:
-            return HeadNorm(self._norm("q_norm", spec.head_dim), self._norm("k_norm", spec.head_dim))
+            return HeadNorm(self._norm("q_norm", kv.dim), self._norm("k_norm", kv.dim))
         if not spec.qk_row_norm:
             return None
-        widths = {"q_norm": spec.num_heads * spec.head_dim, "k_norm": spec.num_kv_heads * spec.head_dim}
+        widths = {"q_norm": spec.num_heads * kv.dim, "k_norm": kv.count * kv.dim}
         if shard.world_size == 1:
             return RowNorm(*(self._norm(role, width) for role, width in widths.items()))
         assert isinstance(spec.norm, RmsNormSpec), "the ranks add up squares"
-        local = (range(*shard.range(spec.num_heads)), local_kv_heads(spec, shard))
+        local = (range(*shard.range(spec.num_heads)), local_kv_heads(kv.count, shard))
         parts = [
-            self.weights.vector(role, width, ranges=[(heads.start * spec.head_dim, heads.stop * spec.head_dim)])
+            self.weights.vector(role, width, ranges=[(heads.start * kv.dim, heads.stop * kv.dim)])
             for (role, width), heads in zip(widths.items(), local, strict=True)
         ]
         sizes = [len(part) * shard.world_size for part in parts]
-        weights = torch.cat(parts).float().view(-1, spec.head_dim) + spec.norm.unit_offset
+        weights = torch.cat(parts).float().view(-1, kv.dim) + spec.norm.unit_offset
         return DividedRowNorm(weights, weights.new_tensor(sizes), spec.norm.eps, shard)
 
     def _cross(self) -> CrossBlock:
@@ -246,13 +254,13 @@ class StackLoader:
             spec=spec,
         )
 
-    def _gate(self) -> ColumnLinear:
+    def _gate(self, dim: int) -> ColumnLinear:
         """The gates of this rank's heads, from a tensor of their own or from behind the queries of each."""
-        spec, width = self.spec, self.spec.num_heads * self.spec.head_dim
+        spec, width = self.spec, self.spec.num_heads * dim
         if not self._has_gates_in_q:
             own = (width, spec.hidden_size)
             return load_column(self.weights, "attention_gate", own, self.backend.linear, bias=False)
-        gates = self._in_q(range(*self.weights.shard.range(spec.num_heads)), place=1)
+        gates = self._in_q(range(*self.weights.shard.range(spec.num_heads)), dim, place=1)
         both = (2 * width, spec.hidden_size)
         return load_column(self.weights, "q", both, self.backend.linear, bias=spec.qkv_bias, ranges=gates)
 
@@ -260,31 +268,28 @@ class StackLoader:
     def _has_gates_in_q(self) -> bool:
         return self.spec.attention_gate and not self.weights.has("attention_gate")
 
-    def _in_q(self, heads: range, place: int = 0) -> Ranges:
+    def _in_q(self, heads: range, dim: int, place: int = 0) -> Ranges:
         """Where rows of these heads are in q's matrix: queries (`place` 0), or gates (1) where it has them too."""
-        dim = self.spec.head_dim
         step = 2 if self._has_gates_in_q else 1
         return merged([((head * step + place) * dim, (head * step + place + 1) * dim) for head in heads])
 
-    def _qkv(self) -> ColumnLinear:
-        """[q | k | v] of this rank's heads, from one tensor or from three."""
-        spec, weights, head_dim = self.spec, self.weights, self.spec.head_dim
-        heads, kv_heads = range(*weights.shard.range(spec.num_heads)), local_kv_heads(spec, weights.shard)
+    def _qkv(self, layer: LayerSpec) -> ColumnLinear:
+        """[q | k | v] of this rank's heads, from one tensor or from three; without v where values are keys."""
+        spec, weights, kv = self.spec, self.weights, self.spec.kv_heads(layer)
+        heads, kv_heads = range(*weights.shard.range(spec.num_heads)), local_kv_heads(kv.count, weights.shard)
         if weights.has("qkv"):
             layout = weights.names.qkv_layout
-            ranges = head_ranges(layout, spec.num_heads, spec.num_kv_heads, head_dim, heads, kv_heads)
-            size = ((spec.num_heads + 2 * spec.num_kv_heads) * head_dim, spec.hidden_size)
+            ranges = head_ranges(layout, spec.num_heads, kv.count, kv.dim, heads, kv_heads)
+            size = ((spec.num_heads + 2 * kv.count) * kv.dim, spec.hidden_size)
             return load_column(weights, "qkv", size, self.backend.linear, bias=spec.qkv_bias, ranges=ranges)
-        kv_part = [(kv_heads.start * head_dim, kv_heads.stop * head_dim)]
+        kv_part = [(kv_heads.start * kv.dim, kv_heads.stop * kv.dim)]
         queries = spec.num_heads * (2 if self._has_gates_in_q else 1)
-        parts = {
-            "q": (queries, self._in_q(heads)),
-            "k": (spec.num_kv_heads, kv_part),
-            "v": (spec.num_kv_heads, kv_part),
-        }
+        parts = {"q": (queries, self._in_q(heads, kv.dim)), "k": (kv.count, kv_part)}
+        if not layer.keys_are_values:
+            parts["v"] = (kv.count, kv_part)
         matrices, biases = [], []
         for role, (count, part) in parts.items():
-            matrices.append(weights.linear(role, (count * head_dim, spec.hidden_size), rows=part))
+            matrices.append(weights.linear(role, (count * kv.dim, spec.hidden_size), rows=part))
             if spec.qkv_bias:
-                biases.append(weights.bias(role, count * head_dim, ranges=part))
+                biases.append(weights.bias(role, count * kv.dim, ranges=part))
         return ColumnLinear(stacked(matrices, self.backend.linear), torch.cat(biases) if biases else None)

@@ -194,16 +194,19 @@ class Transformer:
 
 def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cache: KvFormat) -> KVShape:
     """What a rank's part of a stage of a model keeps of sequences."""
-    kinds = [spec.layers[layer].recurrence for layer in stage.layers]
+    layers = [spec.layers[layer] for layer in stage.layers]
+    kinds = [layer.recurrence for layer in layers]
     states = [0 if kind is None else kind.part(shard.world_size).state_size for kind in kinds]
-    kv_heads, rows = len(local_kv_heads(spec, shard)), spec.layers[0].cache_rows
-    attending = sum(spec.layers[layer].attends for layer in stage.layers)
-    return KVShape(attending, kv_heads, spec.head_dim, dtype, format=cache, rows=rows, states=tuple(states))
+    kept = [heads for heads in map(spec.cached, layers) if heads is not None]
+    sizes = tuple((len(local_kv_heads(heads.count, shard)), heads.dim) for heads in kept)
+    kv_heads, head_dim = sizes[0] if sizes else (spec.num_kv_heads, spec.head_dim)
+    differ, rows = sizes if len(set(sizes)) > 1 else (), kept[0].rows if kept else 2
+    return KVShape(len(sizes), kv_heads, head_dim, dtype, format=cache, sizes=differ, rows=rows, states=tuple(states))
 
 
-def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:
-    """This rank's kv heads: its share, or the one that its heads use where there are fewer than ranks."""
-    if spec.num_kv_heads >= shard.world_size:
-        return range(*shard.range(spec.num_kv_heads))
-    mine = shard.rank * spec.num_kv_heads // shard.world_size
+def local_kv_heads(count: int, shard: Shard) -> range:
+    """This rank's of so many kv heads: its share, or the one that its heads use where there are fewer than ranks."""
+    if count >= shard.world_size:
+        return range(*shard.range(count))
+    mine = shard.rank * count // shard.world_size
     return range(mine, mine + 1)

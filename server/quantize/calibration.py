@@ -25,7 +25,7 @@ from server.backends.device import Device
 from server.backends.protocol import GroupedLinear, LinearFormat, StepMeta
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.layers.embedding import Head
-from server.model.layer import Layer, LayerStep, Stream
+from server.model.layer import AttentionBlock, Layer, LayerStep, Stream
 from server.model.transformer import Stack
 from server.quantize.plan import PLACES
 from server.stepping.batch import BLOCKS, PROMPT_LENGTH, Layout, Tables
@@ -49,11 +49,13 @@ class Texts:
 class Streams:
     """The hidden states of some texts between two layers."""
 
-    def __init__(self, texts: Texts, frame: Stack, model_shape: tuple[int, int], device: Device) -> None:
-        """model_shape: kv heads and head dim."""
+    def __init__(self, texts: Texts, frame: Stack, device: Device) -> None:
         self._texts = texts
         blocks = num_blocks(texts.length)
-        self._kv = device.empty_kv((2, blocks, model_shape[0], BLOCK_SIZE, model_shape[1]), torch.float32)
+        kinds = {frame.spec.kv_heads(layer) for layer in frame.spec.layers}
+        self._caches = {
+            kind: device.empty_kv((2, blocks, kind.count, BLOCK_SIZE, kind.dim), torch.float32) for kind in kinds
+        }
         self._tables = Tables.empty(2, blocks, device.torch_device)
         self._tables.entries[1, PROMPT_LENGTH] = texts.length
         self._tables.entries[1, BLOCKS:] = torch.arange(blocks, device=device.torch_device)
@@ -81,7 +83,8 @@ class Streams:
 
     def _one(self, layer: Layer, x: Tensor) -> Tensor:
         assert self._step is not None, "there is at least one sample"
-        return layer(Stream(x), self._kv, self._step).total
+        assert isinstance(layer.attention, AttentionBlock), "others are refused"
+        return layer(Stream(x), self._caches[layer.attention.kv_heads], self._step).total
 
     def perplexity(self, frame: Stack, head: Head) -> float:
         """Of the texts, behind the last layer: each token but a sample's first, by those before it.

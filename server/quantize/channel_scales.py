@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, Gated, LayerNormSpec, Moe, Residual, RmsNormSpec
+from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Moe, Residual, RmsNormSpec
 from server.checkpoint.weights import Weights, head_ranges
 from server.quantize.calibration import Inputs
 from server.quantize.edited_checkpoint import EditedCheckpoint, FinishedFormat
@@ -69,7 +69,7 @@ def origin_of(weights: Weights, spec: ArchSpec, index: int, matrices: MatrixSet)
     if matrices.place in ("qkv", "up"):
         return _norm(weights.of_layer(index), spec, matrices.place)
     if matrices.place == "attention_out":
-        return _values(weights.of_layer(index), spec)
+        return _values(weights.of_layer(index), spec, spec.layers[index])
     return _gated(weights.of_layer(index), spec, index, matrices.expert)
 
 
@@ -89,14 +89,14 @@ def _norm(weights: Weights, spec: ArchSpec, place: str) -> Origin | None:
     )
 
 
-def _values(weights: Weights, spec: ArchSpec) -> Origin | None:
-    if spec.num_heads != spec.num_kv_heads or spec.qkv_clip:
+def _values(weights: Weights, spec: ArchSpec, layer: LayerSpec) -> Origin | None:
+    heads = spec.kv_heads(layer)
+    if spec.num_heads != heads.count or spec.qkv_clip or spec.v_norm or layer.keys_are_values:
         return None
-    width = spec.num_kv_heads * spec.head_dim
+    width = heads.count * heads.dim
     if weights.has("qkv"):
-        kv_heads = range(spec.num_kv_heads)
         layout = weights.names.qkv_layout
-        ranges = head_ranges(layout, spec.num_heads, spec.num_kv_heads, spec.head_dim, range(0), kv_heads)
+        ranges = head_ranges(layout, spec.num_heads, heads.count, heads.dim, range(0), range(heads.count))
         name = weights.name_of("qkv")
         rows = torch.cat([torch.arange(*bounds) for bounds in ranges])[width:]  # k, and then v
     else:

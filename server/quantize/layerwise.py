@@ -126,8 +126,7 @@ class Quantiser:
 
     def _streams(self, *texts: Texts) -> list[Streams]:
         frame = self._loader.frame(load_embedding(self.weights, self.spec))
-        shape = (self.spec.num_kv_heads, self.spec.head_dim)
-        return [Streams(text, frame, shape, self.backend.device) for text in texts]
+        return [Streams(text, frame, self.backend.device) for text in texts]
 
     def _layer(self, index: int) -> Layer:
         """As it is now."""

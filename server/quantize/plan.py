@@ -48,11 +48,16 @@ def matrix_sets_of(weights: Weights, spec: ArchSpec, index: int) -> Iterator[Mat
             for expert in range(mlp.num_experts):
                 yield MatrixSet(place, expert, {role: of_layer.name_of(role, expert) for role in EXPERT_ROLES[place]})
             continue
-        roles = next(roles for roles in alternatives if all(_has(of_layer, role, spec.layers[index]) for role in roles))
+        present = ([role for role in roles if _is_of(role, spec.layers[index])] for roles in alternatives)
+        roles = next(roles for roles in present if all(_has(of_layer, role) for role in roles))
         yield MatrixSet(place, 0, {role: of_layer.name_of(role) for role in roles})
 
 
-def _has(weights: Weights, role: str, layer: LayerSpec) -> bool:
+def _is_of(role: str, layer: LayerSpec) -> bool:
+    return role != "v" or not layer.keys_are_values
+
+
+def _has(weights: Weights, role: str) -> bool:
     """Whether the family names this role and the checkpoint has it: T5's gate is named for all."""
     return weights.has(role) and f"{weights.name_of(role)}.weight" in weights.checkpoint
 

@@ -71,6 +71,15 @@ DELTA_SIZES: dict[str, Any] = LLAMA_SIZES | {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 32,
 }
+GEMMA4_SIZES: dict[str, Any] = LLAMA_SIZES | {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
 DELTA_EXPERTS: dict[str, Any] = DELTA_SIZES | {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -164,6 +173,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text", LLAMA_SIZES | {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 7,
                                       "query_pre_attn_scalar": 24},
     ),
+    "gemma4": ("gemma4_text", GEMMA4_SIZES | {"num_global_key_value_heads": 2, "attention_k_eq_v": True}),
+    "gemma4_unified": ("gemma4_unified_text", GEMMA4_SIZES),
     "phi3": ("phi3", LLAMA_SIZES | {"sliding_window": 24}),
     "phi3-longrope": (
         "phi3", LLAMA_SIZES | {"rope_parameters": {"rope_theta": 10000.0, **LONG_ROPE},
@@ -286,5 +297,7 @@ def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.2)
+        if name.endswith("layer_scalar"):
+            buffer.normal_(0.9, 0.2)
     model.save_pretrained(folder)
     return model

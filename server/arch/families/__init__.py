@@ -38,6 +38,7 @@ from server.arch.families.variants import (
     dots,
     ernie,
     exaone,
+    gemma4,
     glm,
     granite,
     hunyuan,
@@ -76,6 +77,8 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "gemma": Family(gemma.spec, gemma.NAMES),
     "gemma2": Family(gemma.spec_of_2, gemma.NAMES_OF_2),
     "gemma3_text": Family(gemma.spec_of_3, gemma.NAMES_OF_3),
+    "gemma4_text": Family(gemma4.spec, gemma4.NAMES),
+    "gemma4_unified_text": Family(gemma4.spec_of_unified, gemma4.NAMES),
     "glm": Family(glm.spec, glm.NAMES),
     "glm4": Family(glm.spec_of_0414, glm.NAMES_OF_0414),
     "glm4_moe": Family(glm.spec_of_moe, glm.NAMES_OF_MOE),
@@ -133,7 +136,10 @@ class Wrapper:
         return replace(text, names=replace(names, ignore=(*names.ignore, *self.ignore)))
 
 
+GEMMA_SENSES = (r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.",)
 WRAPPERS: Mapping[str, Wrapper] = {
+    "gemma4": Wrapper("model.language_model.", GEMMA_SENSES),
+    "gemma4_unified": Wrapper("model.language_model.", GEMMA_SENSES),
     "kimi_k25": Wrapper("language_model.", (r"^vision_tower\.", r"^mm_projector\.")),
     "mistral3": Wrapper("language_model.", (r"^vision_tower\.", r"^multi_modal_projector\.")),
     "qwen3_5": Wrapper("model.language_model.", (r"^model\.visual\.",)),

@@ -21,6 +21,7 @@ from server.arch.spec import (
     Llama3Scaling,
     LongScaling,
     Moe,
+    ProportionalScaling,
     Rope,
     Scaling,
     Scoring,
@@ -78,14 +79,15 @@ FIELDS: dict[str, Kind] = {
         (
             SIZE,
             "block_ff_dim block_multiple_of conv_L_cache d_ff d_kv d_model decoder_sparse_step experts_per_token "
-            "ffn_dim ffn_hidden_size full_attention_interval global_attn_every_n_layers head_dim hidden_size "
-            "intermediate_size kv_channels kv_lora_rank linear_conv_kernel_dim linear_key_head_dim "
+            "ffn_dim ffn_hidden_size full_attention_interval global_attn_every_n_layers global_head_dim head_dim "
+            "hidden_size intermediate_size kv_channels kv_lora_rank linear_conv_kernel_dim linear_key_head_dim "
             "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
             "moe_layer_freq moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner "
-            "n_routed_experts no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads "
-            "num_key_value_heads num_kv_heads num_local_experts padded_vocab_size q_lora_rank qk_nope_head_dim "
-            "qk_rope_head_dim relative_attention_max_distance relative_attention_num_buckets rotary_dim "
-            "shared_expert_intermediate_size topk_group v_head_dim vocab_size word_embed_proj_dim",
+            "n_routed_experts no_rope_layer_interval num_attention_heads num_experts_per_tok "
+            "num_global_key_value_heads num_heads num_key_value_heads num_kv_heads num_local_experts "
+            "padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance "
+            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group v_head_dim "
+            "vocab_size word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -118,18 +120,21 @@ FIELDS: dict[str, Kind] = {
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
-            "attention_bias attention_out_bias bias block_auto_adjust_ff_dim conv_bias do_layer_norm_before "
-            "enable_bias lm_head_bias mlp_bias multi_query multi_query_attention mup_enabled new_decoder_architecture "
-            "norm_topk_prob parallel_attn qk_layernorm qkv_bias rope_interleave route_norm scale_decoder_outputs "
-            "tie_embedding tie_word_embeddings truncate use_bias use_bidirectional_attention use_parallel_residual "
-            "use_qk_norm use_qkv_bias use_sliding_window",
+            "attention_bias attention_k_eq_v attention_out_bias bias block_auto_adjust_ff_dim conv_bias "
+            "do_layer_norm_before enable_bias lm_head_bias mlp_bias multi_query multi_query_attention mup_enabled "
+            "new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm qkv_bias rope_interleave route_norm "
+            "scale_decoder_outputs tie_embedding tie_word_embeddings truncate use_bias use_bidirectional_attention "
+            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,
             "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type "
             "topk_method type",
         ),
-        (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
+        (
+            OBJECT,
+            "attn_config full_attention per_layer_config rope_parameters rope_scaling sliding_attention text_config",
+        ),
         (TEXTS, "layer_types mlp_layer_types"),
         (WHOLES, "full_attn_idxs mlp_only_layers no_rope_layers"),
         (NUMBERS, "long_factor short_factor"),
@@ -377,6 +382,11 @@ def _long(given: Config, config: Config) -> Scaling:
     )
 
 
+def _proportional(given: Config, config: Config) -> Scaling:
+    pairs = int(given.get("partial_rotary_factor", 1.0) * head_dim(config) // 2)
+    return ProportionalScaling(pairs, given.get("factor", 1.0))
+
+
 SCALINGS: dict[str, Callable[[Config, Config], Scaling | None]] = {
     "default": lambda given, config: None,
     "linear": _linear,
@@ -384,5 +394,6 @@ SCALINGS: dict[str, Callable[[Config, Config], Scaling | None]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _long,
+    "proportional": _proportional,
     "su": _long,
 }

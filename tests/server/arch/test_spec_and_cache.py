@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 
 from server.arch import families
-from server.arch.spec import Alibi, ArchSpec, validate
+from server.arch.spec import Activation, Alibi, ArchSpec, Gated, KvHeads, LayerSpec, validate
+from server.arch.stages import Stage
 from server.backends.cpu.device import CpuDevice, plan_threads
 from server.blocks import num_blocks
 from server.layers.position import alibi_slopes
 from server.loading import choose_dtype
+from server.model.transformer import kv_shape
+from server.quantisation.kv import AS_COMPUTED
+from server.ranks.collectives import Shard
 from server.stepping.cache import KVShape, allocate, choose_tokens
 
 CPU = CpuDevice()
@@ -134,3 +139,12 @@ def test_what_is_left_on_a_cpu_is_counted_with_a_full_cache(monkeypatch: pytest.
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize(("rank", "world_size", "sizes"), [(0, 1, [(4, 16), (2, 32)]), (3, 4, [(1, 16), (1, 32)])])
+def test_layers_keep_heads_of_their_own_size(rank: int, world_size: int, sizes: list[tuple[int, int]]) -> None:
+    layers = [LayerSpec(Gated(8, Activation.SILU), None, kv_heads=KvHeads(*kind)) for kind in ((4, 16), (2, 32))]
+    spec = replace(bloom(8), layers=tuple(layers))
+    shape = kv_shape(spec, Stage.whole(2), Shard(rank, world_size), torch.float32, AS_COMPUTED)
+    assert sizes == [(layer.num_kv_heads, layer.head_dim) for layer in shape.layers]
+    assert 4 * 2 * sum(count * dim for count, dim in sizes) == shape.bytes_per_token

@@ -32,9 +32,9 @@ BATCHED: dict[str, dict[str, Any]] = {
     "vaultgemma": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9},
     "solar_open": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
               "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    "gemma4_text": {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 103, "head_dim": 8,
-                    "global_head_dim": 16, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 9,
-                    "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 103, "head_dim": 8,
+                     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 9, "laurel_rank": 4,
+                     "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
 SERIAL: dict[str, dict[str, Any]] = {
     "gptj": GPTJ_SIZES,

@@ -87,7 +87,7 @@ def test_neighbours_chunks_and_prefixes_change_no_token(load: Load, model_type: 
     assert [together[-1]] * 2 == [prompt.tokens for prompt in generate(engine, [first, second])]
 
 
-@pytest.mark.parametrize("model_type", ["flex_olmo", "gemma4_text"])
+@pytest.mark.parametrize("model_type", ["flex_olmo", "gemma3n_text"])
 @pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"quantize": "int4"}, {"kv_cache_dtype": "int8"}])
 def test_fewer_bits_change_little(tmp_path: Path, model_type: str, settings: dict[str, str]) -> None:
     model = save(model_type, tmp_path)

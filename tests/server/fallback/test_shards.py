@@ -19,7 +19,7 @@ from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 
 # Plain plans; whole rows gathered and split; a head that transformers scales; experts; layers of two sizes.
-DIVIDED = ["helium", "flex_olmo", "nemotron", "hyperclovax", "solar_open", "gemma4_text"]
+DIVIDED = ["helium", "flex_olmo", "nemotron", "hyperclovax", "solar_open", "gemma3n_text"]
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.rest)])

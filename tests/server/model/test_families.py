@@ -25,12 +25,15 @@ from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engin
 
 PROMPT = [int(i) for i in torch.randint(4, 103, (64,), generator=torch.Generator().manual_seed(0))]
 NEW_TOKENS = 32
-# `model_type`, that of its text, the case of that, and how its tensors are renamed.
+# `model_type`, that of its text, the case of that, how its tensors are renamed, and what its checkpoint has besides.
+OF_QWEN, OF_GEMMA = ("model.visual.patch_embed.proj", "mtp.fc"), ("model.vision_tower.patch", "model.embed_audio.proj")
 VISION_MODELS = (
-    ("qwen3_5", "qwen3_5_text", "qwen3_5", ("model.", "model.language_model.")),
-    ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe", ("model.", "model.language_model.")),
-    ("kimi_k25", "kimi_k2", "deepseek_v3", ("", "language_model.")),
-    ("mistral3", "mistral4", "mistral4", ("", "language_model.")),
+    ("qwen3_5", "qwen3_5_text", "qwen3_5", ("model.", "model.language_model."), OF_QWEN),
+    ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe", ("model.", "model.language_model."), OF_QWEN),
+    ("kimi_k25", "kimi_k2", "deepseek_v3", ("", "language_model."), ("vision_tower.patch_embed.proj",)),
+    ("mistral3", "mistral4", "mistral4", ("", "language_model."), ("vision_tower.patch_embed.proj",)),
+    ("gemma4", "gemma4_text", "gemma4", ("model.", "model.language_model."), OF_GEMMA),
+    ("gemma4_unified", "gemma4_unified_text", "gemma4_unified", ("model.", "model.language_model."), OF_GEMMA),
 )
 LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
 WAYS = ("reference", "kernels")
@@ -141,19 +144,22 @@ def test_every_family_has_a_case() -> None:
     assert {*FAMILIES, *WRAPPERS} == covered | {name for kinds in VISION_MODELS for name in kinds[:2]}
 
 
-@pytest.mark.parametrize(("wrapper", "kind", "case", "renamed"), VISION_MODELS)
+@pytest.mark.parametrize(("wrapper", "kind", "case", "renamed", "others"), VISION_MODELS)
 def test_the_text_half_of_a_vision_model_is_found(
-    checkpoints: Checkpoints, tmp_path: Path, wrapper: str, kind: str, case: str, renamed: tuple[str, str]
+    checkpoints: Checkpoints,
+    tmp_path: Path,
+    wrapper: str,
+    kind: str,
+    case: str,
+    renamed: tuple[str, str],
+    others: tuple[str, ...],
 ) -> None:
     folder, _ = checkpoints(case)
     config = json.loads((folder / "config.json").read_text()) | {"model_type": kind}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": config}))
     tensors = load_file(folder / "model.safetensors")
     wrapped = {name.replace(*renamed, 1): tensor for name, tensor in tensors.items()}
-    others = {"model.visual.patch_embed.proj.weight": torch.ones(2, 3), "mtp.fc.weight": torch.ones(4)}
-    if not renamed[0]:
-        others = {"vision_tower.patch_embed.proj.weight": torch.ones(2, 3)}
-    save_file(wrapped | others, tmp_path / "model.safetensors")
+    save_file(wrapped | {f"{name}.weight": torch.ones(4) for name in others}, tmp_path / "model.safetensors")
     alone, inside = (generate(load_engine(path), [Prompt(PROMPT)])[0] for path in (folder, tmp_path))
     assert alone.tokens == inside.tokens
 
