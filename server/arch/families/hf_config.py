@@ -67,6 +67,7 @@ NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
+FLAG_OR_TEXT = Kind("true, false or a text", lambda value: isinstance(value, bool | str))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
 TEXTS = _list("texts", TEXT.fits)
@@ -123,8 +124,12 @@ FIELDS: dict[str, Kind] = {
             "attention_bias attention_k_eq_v attention_out_bias bias block_auto_adjust_ff_dim conv_bias "
             "do_layer_norm_before enable_bias lm_head_bias mlp_bias multi_query multi_query_attention mup_enabled "
             "new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm qkv_bias rope_interleave route_norm "
-            "scale_decoder_outputs tie_embedding tie_word_embeddings truncate use_bias use_bidirectional_attention "
+            "scale_decoder_outputs tie_embedding tie_word_embeddings truncate use_bias "
             "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
+        ),
+        (
+            FLAG_OR_TEXT,
+            "use_bidirectional_attention",
         ),
         (
             TEXT,

@@ -21,8 +21,10 @@ ROTATIONS = {
 
 
 def spec(config: Config) -> ArchSpec:
-    if config.get("use_bidirectional_attention") == "all":
-        raise ValueError("config.json says use_bidirectional_attention all: tokens that see later ones generate none")
+    if (seeing := config.get("use_bidirectional_attention")) not in (None, False, "vision"):
+        raise ValueError(
+            f"config.json says use_bidirectional_attention {seeing!r}: tokens that see later ones generate no text"
+        )
     base = gemma.spec(config)
     types = _types(config, base.num_layers)
     base = windowed(base, {**config, "layer_types": types}, lambda i: False)
