@@ -174,8 +174,12 @@ def _read(config: Mapping[str, Any]) -> Storage:
 
 
 def config_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a model's config says of quantised weights; empty where it says nothing."""
-    return hf_config.get("quantization_config") or hf_config.get("compression_config") or {}
+    """What a model's config says of quantised weights, be it in its text half; empty where it says nothing."""
+    text = hf_config.get("text_config")
+    halves = (hf_config, text if isinstance(text, Mapping) else {})
+    keys = ("quantization_config", "compression_config")
+    found: Mapping[str, Any] = next((half[key] for half in halves for key in keys if half.get(key)), {})
+    return found
 
 
 # Keys that only one tool writes -> its `quant_method`, for configs that name none. The first that is there counts.

@@ -44,6 +44,7 @@ from tests.server.model.test_real_shapes import (
 Tensors = dict[str, tuple[Shape, torch.dtype]]  # of a layer, by suffix
 FLOAT8, HALF, BRAIN, WORDS = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.int32
 LINEAR = re.compile(r"\.(q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj\.weight$|\.(W_pack|kv_a_proj_with_mqa)\.weight$")
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 
 
@@ -67,8 +68,16 @@ def float8(rows: int, inputs: int) -> Tensors:
     return {"weight": ((rows, inputs), FLOAT8), "weight_scale": ((), BRAIN), "input_scale": ((), BRAIN)}
 
 
+def int4(rows: int, inputs: int) -> Tensors:
+    """Groups of 32."""
+    return {"weight_packed": ((rows, inputs // 8), WORDS), "weight_scale": ((rows, inputs // 32), BRAIN)}
+
+
 def float8_blocks(rows: int, inputs: int) -> Tensors:
     return {"weight": ((rows, inputs), FLOAT8), "weight_scale_inv": ((-(-rows // 128), -(-inputs // 128)), BRAIN)}
+
+
+FEW = 8
 
 
 class Model(NamedTuple):
@@ -80,6 +89,7 @@ class Model(NamedTuple):
     changes: Mapping[str, Any] = MappingProxyType({})
     needless: Sequence[str] = ()
     is_ordered: bool = True
+    linear: re.Pattern[str] = LINEAR
     world_sizes: Shape = (1, 2, 4, 8)
 
 
@@ -113,6 +123,14 @@ MODELS = {
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
         float8_blocks,
     ),
+    "kimi-k2.5-int4": Model(  # of experts alone, and said in the text half
+        "kimi-k2.5",
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "kv_cache_scheme": None,
+         "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+         "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "output_activations": None,
+                                       "weights": INT4}}},
+        int4, needless=["weight_shape"], linear=re.compile(r"experts\.\d+\.\w+\.weight$"),
+    ),
     "kimi-k2-fp8": Model(
         "kimi-k2",
         {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]},
@@ -122,15 +140,21 @@ MODELS = {
 
 
 def tensors_of(model: Model) -> tuple[dict[str, Any], Tensors]:
-    """config.json, and the tensors of the checkpoint by name. Two layers stand for all, which are alike."""
+    """config.json, and the tensors of the checkpoint by name. Two layers stand for all, and `FEW` experts for many."""
     published = Published.read(model.dense)
-    config = published.config | model.changes | {"num_hidden_layers": 2, "quantization_config": dict(model.config)}
+    changed = (
+        {"n_routed_experts": FEW} | model.changes | {"num_hidden_layers": 2, "quantization_config": dict(model.config)}
+    )
+    text = published.config.get("text_config")
+    config = published.config | ({"text_config": text | changed} if text else changed)
     found: Tensors = {}
     for name, shape in published.shapes.items():
         if (layer := re.search(r"layers\.(\d+)\.", name)) and int(layer[1]) >= 2:
             continue
-        if not LINEAR.search(name):
-            found[name] = (shape, HALF)
+        if (expert := re.search(r"experts\.(\d+)\.", name)) and int(expert[1]) >= FEW:
+            continue
+        if not model.linear.search(name):
+            found[name] = ((FEW, *shape[1:]) if ".mlp.gate." in name else shape, HALF)
             continue
         stem = name.removesuffix(".weight")
         found |= {f"{stem}.{suffix}": stored for suffix, stored in model.layer(*shape).items()}
@@ -229,15 +253,16 @@ def test_every_rank_reads_its_share_and_all_of_them_everything(name: str, world_
     model = MODELS[name]
     assert EXPECTED[model.dense].world_sizes == model.world_sizes
     config, tensors = tensors_of(model)
-    dense = Published.read(model.dense).used
+    published = Published.read(model.dense)
+    tensors_read = {name: stored for name, stored in tensors.items() if name not in published.unused}
     ranks = [load(model, config, tensors, Shard(rank, world_size)) for rank in range(world_size)]
-    for tensor, (shape, _) in tensors.items():
-        if not shape or (tensor.endswith(tuple(model.needless)) and tensor not in dense):
+    for tensor, (shape, _) in tensors_read.items():
+        if not shape or (tensor.endswith(tuple(model.needless)) and tensor not in published.used):
             continue
         regions = [rank.tensors[tensor].regions for rank in ranks]
         assert all(counts(own, shape) <= {0, 1} for own in regions if own), f"a rank reads {tensor} twice"
         assert 0 not in counts([region for own in regions for region in own], shape), f"some of {tensor} is not read"
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors_read.items()}
     whole = sum(size for name, size in sizes.items() if is_small(name))
     share = (sum(sizes.values()) - whole) / world_size
     assert max(rank.bytes_read for rank in ranks) <= 1.01 * share + whole
