@@ -337,10 +337,11 @@ class Sums:
             return cls()
         row_s = 2 * others / served.ranks * DTYPE_BYTES[served.dtype] / bytes_per_second  # of each feature
         spec, table = shape.spec, int(shape.has_embedding)
-        width = spec.embed_dim or spec.hidden_size
+        width = (spec.embed_dim or spec.hidden_size) + shape.inputs_width
+        tables = table * (1 + (shape.inputs_width > 0))
         encoder = spec.encoder if shape.has_embedding else None
         return cls(
-            step_s=(_of_layers(spec) + table) * SUM_SECONDS,
+            step_s=(_of_layers(spec) + tables) * SUM_SECONDS,
             token_s=(_of_layers(spec) * spec.hidden_size + table * width) * row_s,
             choice_s=shape.has_head * SUM_SECONDS,
             sampled_s=shape.has_head * others * CANDIDATE_BYTES / bytes_per_second,
@@ -423,7 +424,8 @@ class Pipeline:
         if len(self.stages) == 1:
             return 0.0, 0.0
         first = self.stages[0]
-        hidden = batch_size * tokens * first.shape.spec.hidden_size * DTYPE_BYTES[first.dtype]
+        given = sum(stage.shape.inputs_width for stage in self.stages[1:]) / max(1, len(self.stages) - 1)
+        hidden = batch_size * tokens * (first.shape.spec.hidden_size + given) * DTYPE_BYTES[first.dtype]
         if first.shape.spec.encoder is not None and tokens > 1:  # the prompt's states go along with the first token's
             hidden += batch_size * first.shape.spec.hidden_size * DTYPE_BYTES[first.dtype]
         taken = hidden / self.link_bytes_per_ms

@@ -71,6 +71,7 @@ class ModelShape:
     names: NameMap = field(repr=False)
     stored: Storage | None = None
     first_layer: int = 0
+    layers_behind: int = 0  # of later stages
     has_embedding: bool = True
     has_head: bool = True
 
@@ -81,6 +82,7 @@ class ModelShape:
                 self,
                 spec=replace(self.spec, layers=self.spec.layers[stage.layers.start : stage.layers.stop]),
                 first_layer=stage.layers.start,
+                layers_behind=self.spec.num_layers - stage.layers.stop,
                 has_embedding=stage.is_first,
                 has_head=stage.is_last,
             )
@@ -90,12 +92,25 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, an encoder's included."""
-        return sum(self._layer(layer, active=False) for layer in self.spec.layers) + self.encode_parameters
+        layers = sum(self._layer(layer, active=False) for layer in self.spec.layers)
+        return layers + self._input_parameters + self.encode_parameters
 
     @property
     def step_parameters(self) -> int:
         """Parameters of all layers that one token is multiplied with; of a mixture, the experts that it goes to."""
-        return sum(self._layer(layer, active=True) for layer in self.spec.layers)
+        return sum(self._layer(layer, active=True) for layer in self.spec.layers) + self._input_parameters
+
+    @property
+    def inputs_width(self) -> int:
+        """Numbers of a token that this stage's layers and later ones are given beside the residual stream."""
+        kind = self.spec.per_layer_inputs
+        return kind.dim * (self.spec.num_layers + self.layers_behind) if kind else 0
+
+    @property
+    def _input_parameters(self) -> int:
+        """Parameters of what makes these of a token's embedding, with its norm."""
+        kind = self.spec.per_layer_inputs
+        return kind.dim + self.inputs_width * self.spec.hidden_size if kind and self.has_embedding else 0
 
     @property
     def encode_parameters(self) -> int:
@@ -120,6 +135,8 @@ class ModelShape:
         """All parameters of the model, tied ones once: layers, embeddings, positions, norms and head."""
         spec, is_first, is_last = self.spec, self.has_embedding, self.has_head
         table = self._table_parameters * is_first
+        if spec.per_layer_inputs and is_first:
+            table += spec.per_layer_inputs.vocab_size * self.inputs_width
         maps = (is_first + is_last) * spec.embed_dim * spec.hidden_size  # between the embedding's width and the model's
         norms = spec.embed_norm * is_first + spec.final_norm * is_last
         buckets = spec.buckets.num_buckets * spec.num_heads if spec.buckets else 0
@@ -208,6 +225,8 @@ class ModelShape:
         norms += spec.final_norm * self.has_head + spec.embed_norm * self.has_embedding
         routers = sum(spec.hidden_size * layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe))
         copied = norms * self._norm_parameters + routers + self._position_rows * spec.hidden_size
+        if spec.per_layer_inputs:
+            copied += self._input_parameters + 2 * spec.hidden_size * spec.per_layer_inputs.dim * spec.num_layers
         everywhere = copied * size * (ranks - 1) // ranks
         return everywhere + self.copied_kv_bytes(dtype, quantize, ranks) // ranks
 
@@ -222,6 +241,7 @@ class ModelShape:
         return sum(
             one((2 - layer.keys_are_values) * heads.dim) * max(0, ranks - heads.count)
             for layer, heads in self.attending
+            if not layer.kv_from
         )
 
     @cached_property
@@ -287,13 +307,16 @@ class ModelShape:
     def _layer(self, layer: LayerSpec, *, active: bool) -> int:
         spec, heads = self.spec, self.spec.kv_heads(layer)
         hidden, queries, keys = spec.hidden_size, spec.num_heads * heads.dim, heads.count * heads.dim
-        keys_and_values = (2 - layer.keys_are_values) * keys
+        keys_and_values = 0 if layer.kv_from else (2 - layer.keys_are_values) * keys
         attention = hidden * ((1 + spec.attention_gate) * queries + keys_and_values) + queries * hidden
         biases = (queries + keys_and_values) * spec.qkv_bias + hidden * spec.attention_out_bias
         biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks + spec.layer_scale
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
-        norms += 2 * heads.dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
+        norms += (1 if layer.kv_from else 2) * heads.dim * (spec.qk_norm or spec.late_qk_norm)
+        norms += (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
+        if spec.per_layer_inputs:
+            norms += 2 * hidden * spec.per_layer_inputs.dim + self._norm_parameters
         if (kind := layer.recurrence) is not None:
             norms -= 2 * heads.dim * spec.qk_norm
             inner = kind.num_heads * kind.value_dim
@@ -539,7 +562,8 @@ def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Ite
     qkv = {"qkv": queries + 2 * keys}
     if "qkv" not in roles:
         qkv = {"q": (1 + spec.attention_gate) * queries, "k": keys, "v": keys}
-        qkv = {role: rows for role, rows in qkv.items() if role != "v" or not layer.keys_are_values}
+        lacked = ("k", "v") if layer.kv_from else ("v",) if layer.keys_are_values else ()
+        qkv = {role: rows for role, rows in qkv.items() if role not in lacked}
     for role, outputs in qkv.items():
         yield role, outputs, hidden, 1, 1
     yield "attention_out", hidden, queries, 1, 1

@@ -26,7 +26,8 @@ def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: i
     recurrent = max((kind.channels + kind.num_heads * kind.value_dim for kind in spec.recurrences), default=0)
     head_dim = max(spec.kv_heads(layer).dim for layer in spec.layers)
     widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * head_dim, recurrent)
-    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
+    given = 2 * spec.num_layers * spec.per_layer_inputs.dim if spec.per_layer_inputs else 0
+    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size + given) * itemsize
     return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
 
 
@@ -68,6 +69,7 @@ def _sizes(spec: ArchSpec) -> Iterator[int]:
         (_attention(spec, layer) if layer.recurrence is None else _recurrence(layer.recurrence, spec.hidden_size))
         + cross
         + _mlp(layer, spec.hidden_size)
+        + (2 * spec.hidden_size * spec.per_layer_inputs.dim if spec.per_layer_inputs else 0)
         for layer in spec.layers
     )
 
@@ -75,7 +77,8 @@ def _sizes(spec: ArchSpec) -> Iterator[int]:
 def _attention(spec: ArchSpec, layer: LayerSpec) -> int:
     heads = spec.kv_heads(layer)
     queries, keys = spec.num_heads * heads.dim, heads.count * heads.dim
-    return spec.hidden_size * ((2 + spec.attention_gate) * queries + (2 - layer.keys_are_values) * keys)
+    of_keys = 0 if layer.kv_from else (2 - layer.keys_are_values) * keys
+    return spec.hidden_size * ((2 + spec.attention_gate) * queries + of_keys)
 
 
 def _recurrence(kind: GatedDelta, hidden: int) -> int:

@@ -285,6 +285,20 @@ class LayerSpec:
     recurrence: GatedDelta | None = None  # what stands in attention's place; None: it attends
     kv_heads: KvHeads | None = None  # where they are not the model's
     keys_are_values: bool = False  # values are what the matrix of keys gives, before norm and rotation
+    kv_from: int = 0  # how many layers before it keeps the keys and values that it attends to; 0: it has its own
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """What each layer is given of a token, beside the residual stream (Gemma 3n): `dim` numbers.
+
+    They are a row of a table of its own and a projection of the token's embedding, normalised. Behind its mlp, a layer
+    adds norm(projection(activation(gate(x)) * inputs)).
+    """
+
+    dim: int
+    vocab_size: int  # rows of the table
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -309,6 +323,7 @@ class ArchSpec:
     embed_scale: float = 1.0  # what the embedding is multiplied by
     rounds_embed_scale: bool = False  # to the model's dtype first
     embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
+    per_layer_inputs: PerLayerInputs | None = None
     layer_scale: bool = False  # the residual stream is multiplied by a number of each layer behind it
     final_norm: bool = True
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
@@ -342,7 +357,7 @@ class ArchSpec:
 
     def cached(self, layer: LayerSpec) -> KvHeads | None:
         """What a layer keeps of each token, once as keys and once as values; None: nothing."""
-        return self.kv_heads(layer) if layer.recurrence is None else None
+        return self.kv_heads(layer) if layer.recurrence is None and not layer.kv_from else None
 
     @property
     def attention_scale(self) -> float:

@@ -97,6 +97,9 @@ class Attention(Protocol):
         Keys and values were already stored for this layer. Scores and softmax are float32 whatever the input dtype.
         """
 
+    def attend_rotated(self, q: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        """As `attend`, of queries [T, N, H] that are rotated first, perhaps in place."""
+
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         """Rotate the step's queries and keys, store its keys and values, and attend its queries; returns [T, N, H].
 

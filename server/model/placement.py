@@ -129,10 +129,10 @@ def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> 
             f"--kv-on-device {config.kv_on_device} has no prefix cache on host or disk: leave out "
             "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
         )
-    if len({spec.cached(layer) for layer in spec.layers} - {None}) > 1:
+    if len({spec.cached(layer) for layer in spec.layers if layer.recurrence is None}) > 1:
         raise ValueError(
-            f"--kv-on-device {config.kv_on_device} is for models whose layers keep keys and values of one size: leave "
-            "it out for this one"
+            f"--kv-on-device {config.kv_on_device} is for models whose layers all keep keys and values, of one size: "
+            "leave it out for this one"
         )
     places = _places(config, device, "kv", config.kv_on_device, config.kv_on_host, NO_KV_FOLDER)
     windows = [layer.window for layer in spec.layers if layer.recurrence is None]

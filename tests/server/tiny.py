@@ -151,6 +151,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "query_pre_attn_scalar": 24},
     ),
     "gemma4": ("gemma4_text", GEMMA4_SIZES | {"num_global_key_value_heads": 2, "attention_k_eq_v": True}),
+    "gemma4-e": (
+        "gemma4_text", GEMMA4_SIZES | {"num_hidden_layers": 8, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+                                       "layer_types": ["sliding_attention", "full_attention"] * 4,
+                                       "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 103},
+    ),
     "gemma4_unified": ("gemma4_unified_text", GEMMA4_SIZES),
     "phi3": ("phi3", LLAMA_SIZES | {"sliding_window": 24}),
     "phi3-longrope": (

@@ -85,7 +85,7 @@ FIELDS: dict[str, Kind] = {
             "n_heads n_inner n_routed_experts no_rope_layer_interval num_attention_heads num_experts_per_tok "
             "num_global_key_value_heads num_heads num_key_value_heads num_kv_heads num_local_experts "
             "padded_vocab_size relative_attention_max_distance relative_attention_num_buckets rotary_dim "
-            "shared_expert_intermediate_size topk_group vocab_size word_embed_proj_dim",
+            "shared_expert_intermediate_size topk_group vocab_size vocab_size_per_layer_input word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -94,9 +94,9 @@ FIELDS: dict[str, Kind] = {
         ),
         (
             COUNT,
-            "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
-            "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
-            "num_nextn_predict_layers sliding_window",
+            "decoder_start_token_id first_k_dense_replace hidden_size_per_layer_input max_window_layers "
+            "moe_layer_start_index moe_num_experts moe_num_shared_experts n_shared_experts num_experts "
+            "num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers num_nextn_predict_layers sliding_window",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
@@ -120,8 +120,8 @@ FIELDS: dict[str, Kind] = {
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
             "attention_bias attention_k_eq_v attention_out_bias bias do_layer_norm_before enable_bias lm_head_bias "
             "mlp_bias multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn "
-            "qk_layernorm qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual "
-            "use_qk_norm use_qkv_bias use_sliding_window",
+            "qk_layernorm qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_double_wide_mlp "
+            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
         ),
         (
             TEXT,

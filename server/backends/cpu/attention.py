@@ -94,6 +94,10 @@ class KernelAttention(StoringAttention):
         self.write(kv, k, v, meta)
         return q
 
+    def rotated(self, q: Tensor, rotation: Rotation) -> Tensor:
+        rotate(self._kernels, rotation, q)
+        return q
+
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         blocks, kv_heads, head_dim = kv.shape[1], kv.shape[2], q.shape[2]
         if not can_read(q.dtype, head_dim):

@@ -38,11 +38,15 @@ class PagedAttention:
         store(kv, k, v, meta.slots, format=self._cache)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        return self.attend_rotated(q, kv, None, meta, window)
+
+    def attend_rotated(self, q: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         out = q.new_empty(q.shape)
         terms, processors = self._on(q.device)
         if meta.num_decodes:
-            decode(q, kv, out, meta, terms, processors, window=window, format=self._cache)
+            decode(q, kv, out, meta, terms, processors, window=window, rotation=rotation, format=self._cache)
         if meta.longest:
+            q = q if rotation is None else rotated(q, rotation, first=meta.num_decodes)
             prefill(q, kv, out, meta, terms, window=window, format=self._cache)
         return out
 

@@ -35,6 +35,13 @@ class StoringAttention(ABC):
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         """See `protocol.Attention`."""
 
+    def attend_rotated(self, q: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        return self.attend(q if rotation is None else self.rotated(q, rotation), kv, meta, window)
+
+    def rotated(self, q: Tensor, rotation: Rotation) -> Tensor:
+        """Queries [T, N, H] rotated, perhaps in place."""
+        return rotate(rotation, q)
+
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         return self.attend(self.rotate_and_write(heads, kv, rotation, meta), kv, meta, window)
 

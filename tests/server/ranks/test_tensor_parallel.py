@@ -33,6 +33,7 @@ CASES_OF = {
         "gpt_oss",  # sinks, rows of gates and the other halves by turns, biases of experts
         "glm4_moe",  # experts that all tokens share, groups of experts
         "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
+        "gemma4",  # 4 kv heads in some layers and 2 in others, values that are keys
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
@@ -40,6 +41,7 @@ CASES_OF = {
         "falcon-7b",  # one kv head for all ranks
         "llama-biased-tied",  # 4 kv heads, each for two ranks; biased sums, a tied vocabulary that 8 does not divide
         "qwen3_next",  # recurrent heads in fused tensors, one head of keys for each rank
+        "gemma4-e",  # keys and values of earlier layers, a second table of words
         "t5",  # an encoder, biases by distance
         "olmo2",  # norms over heads of all ranks, 4 kv heads, each for two ranks
     ],

@@ -1,19 +1,32 @@
 """Gemma 4 (Gemma Team 2026): Gemma 3's wiring and windows, where layers that see everything have heads of another size.
 
 Those turn a part of each head alone, and in some models their values are their keys. Values are normalised, and each
-layer multiplies what leaves it.
+layer multiplies what leaves it. In E2B and E4B the upper layers use the keys and values of the last ones of their kind
+below them, and every layer is given inputs of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from server.arch.families import gemma
 from server.arch.families.hf_config import Config, checked, head_dim, layer_types, rope, windowed
-from server.arch.spec import ArchSpec, KvHeads, LayerSpec, Residual, RmsNormSpec, Rope
+from server.arch.spec import ArchSpec, KvHeads, LayerSpec, PerLayerInputs, Residual, RmsNormSpec, Rope
 
-NAMES = replace(gemma.NAMES_OF_3, roles={**gemma.NAMES_OF_3.roles, "layer_scale": "layers.{i}.layer_scalar"})
+NAMES = replace(
+    gemma.NAMES_OF_3,
+    roles={
+        **gemma.NAMES_OF_3.roles,
+        "layer_scale": "layers.{i}.layer_scalar",
+        "per_layer_embed": "embed_tokens_per_layer",
+        "per_layer_in": "per_layer_model_projection",
+        "per_layer_in_norm": "per_layer_projection_norm",
+        "per_layer_gate": "layers.{i}.per_layer_input_gate",
+        "per_layer_out": "layers.{i}.per_layer_projection",
+        "per_layer_post_norm": "layers.{i}.post_per_layer_input_norm",
+    },
+)
 ROTATIONS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
@@ -26,7 +39,9 @@ def spec(config: Config) -> ArchSpec:
     base = gemma.spec(config)
     types = _types(config, base.num_layers)
     base = windowed(base, {**config, "layer_types": types}, lambda i: False)
-    layers = tuple(_layer(config, i, layer) for i, layer in enumerate(base.layers))
+    layers = shared(config, types, [_layer(config, i, layer) for i, layer in enumerate(base.layers)])
+    width = config.get("hidden_size_per_layer_input", 256)
+    inputs = PerLayerInputs(width, config.get("vocab_size_per_layer_input", 262144), layers[0].mlp.activation)
     return replace(
         base,
         norm=RmsNormSpec(config["rms_norm_eps"]),
@@ -36,6 +51,7 @@ def spec(config: Config) -> ArchSpec:
         v_norm=True,
         scale=1.0,
         logit_cap=config.get("final_logit_softcapping") or 0.0,
+        per_layer_inputs=inputs if width else None,
         layer_scale=True,
     )
 
@@ -49,6 +65,23 @@ def _types(config: Config, count: int) -> list[str]:
     """Five layers with a window to each without one, if config.json does not say; the last one never has one."""
     usual = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
     return [*layer_types(config, usual)[:-1], "full_attention"]
+
+
+def shared(config: Config, types: Sequence[str], layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The same where the upper layers use keys and values of the last of their type below, perhaps with wider mlps."""
+    first = len(layers) - config.get("num_kv_shared_layers", 0)
+    last = {kind: i for i, kind in enumerate(types[: max(first, 0)])}
+    if missing := set(types[max(first, 0) :]) - set(last):
+        raise ValueError(
+            f"config.json has no layer of the type {min(missing)!r} whose keys and values others could use"
+        )
+    wider = 2 if config.get("use_double_wide_mlp") else 1
+    return tuple(
+        replace(layer, kv_from=i - last[kind], mlp=replace(layer.mlp, width=wider * layer.mlp.width))
+        if i >= first
+        else layer
+        for i, (kind, layer) in enumerate(zip(types, layers, strict=True))
+    )
 
 
 def _layer(config: Config, index: int, layer: LayerSpec) -> LayerSpec:
