@@ -19,7 +19,7 @@ and samples for `s` sequences, needs
   b. A mixed step is the sum of its parts, with the weights counted once.
 * A mixture: `P` has the experts of one token; a step over `t` tokens reads the experts that any of them goes to, of E
   with k per token on average E*(1 - (1 - k/E)**t), as if each token went to any of them.
-* A sliding window of w: in that layer a token sees w tokens at most, itself included.
+* A sliding window of w, or chunks of so many: in that layer a token sees w tokens at most, itself included.
 * More ranks than key-value heads: each head is on several, which all read its keys, values and matrices.
 * Operations are in 8 bits, whose peak is another one, where the product is of such numbers: on a GPU where inputs are
   rounded too, on a CPU wherever codes are integers.
@@ -216,7 +216,7 @@ class ServedModel:
         """The sum of a number of each layer that attends, by its window."""
         found: Counter[int] = Counter()
         for layer, heads in self.shape.attending:
-            found[layer.window] += number(heads)
+            found[layer.reach] += number(heads)
         return found
 
     @property
@@ -308,6 +308,7 @@ def mean_context(sequence_length: int, decode_length: int) -> float:
 SUM_SECONDS = 5e-6  # of the smallest exchange between GPUs of one machine: the messages there and back
 SUMS_OF_A_LAYER: Mapping[Residual, int] = {
     Residual.PRE_CROSS: 3,
+    Residual.SANDWICH_MIXED: 3,  # both parts of the mixture are normalised before they meet
     Residual.PARALLEL_ONE_NORM: 1,  # attention and mlp can be summed together
     Residual.PARALLEL_TWO_NORMS: 1,
 }

@@ -51,6 +51,7 @@ NORMS_PER_LAYER: Mapping[Residual, int] = {
     Residual.PRE_NORMED: 2,
     Residual.POST: 2,
     Residual.SANDWICH: 4,
+    Residual.SANDWICH_MIXED: 7,
     Residual.OUTPUT_NORMED: 2,
     Residual.PARALLEL_ONE_NORM: 1,
     Residual.PARALLEL_TWO_NORMS: 2,
@@ -156,7 +157,7 @@ class ModelShape:
     @property
     def windows(self) -> Mapping[int, int]:
         """How many layers that attend have which window: tokens that a query sees, itself included; 0: all."""
-        return Counter(layer.window for layer in self.spec.layers if layer.recurrence is None)
+        return Counter(layer.reach for layer in self.spec.layers if layer.recurrence is None)
 
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
@@ -312,7 +313,8 @@ class ModelShape:
         biases = (queries + keys_and_values) * spec.qkv_bias + hidden * spec.attention_out_bias
         biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks + spec.layer_scale
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
-        norms += (1 if layer.kv_from else 2) * heads.dim * (spec.qk_norm or spec.late_qk_norm)
+        has_norms = (spec.qk_norm or spec.late_qk_norm) and not spec.plain_qk_norm
+        norms += (1 if layer.kv_from else 2) * heads.dim * has_norms
         norms += (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
         if spec.per_layer_inputs:
@@ -341,7 +343,8 @@ def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
         experts = mlp.top_k if active else mlp.num_experts
         of_expert = 3 * hidden * mlp.width + (2 * mlp.width + hidden) * mlp.bias
         of_router = (hidden + mlp.router_bias + mlp.choice_bias) * mlp.num_experts
-        return experts * of_expert + of_router + hidden * (3 * mlp.shared_width + mlp.shared_gate)
+        beside = mlp.num_experts * mlp.expert_scale + hidden * mlp.router_norm
+        return experts * of_expert + of_router + beside + hidden * (3 * mlp.shared_width + mlp.shared_gate)
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 

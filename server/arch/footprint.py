@@ -54,7 +54,7 @@ def expert_sizes(spec: ArchSpec) -> dict[float, int]:
 
 def window_shares(spec: ArchSpec) -> dict[int, float]:
     """Which share of the layers that attend has which window: tokens that a query sees, itself included; 0: all."""
-    windows = [layer.window for layer in spec.layers if layer.recurrence is None]
+    windows = [layer.reach for layer in spec.layers if layer.recurrence is None]
     return {window: count / len(windows) for window, count in Counter(windows).items()}
 
 

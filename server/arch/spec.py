@@ -23,6 +23,8 @@ class Residual(Enum):
     PRE_NORMED:          n = norm(x); x = n + A(n);  n = norm(x); x = n + M(n)
     POST:                x = norm(x + A(x));  x = norm(x + M(x))
     SANDWICH:            x += norm(A(norm(x)));  x += norm(M(norm(x)))
+    SANDWICH_MIXED:      x += norm(A(norm(x)));  x += norm(norm(S(norm(x))) + norm(E(norm(x)))), with M's two parts: S,
+                         which all tokens go to, and E, its experts, each with norms of its own
     OUTPUT_NORMED:       x += norm(A(x));  x += norm(M(x))
     PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
     PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
@@ -33,6 +35,7 @@ class Residual(Enum):
     PRE_NORMED = "pre_normed"
     POST = "post"
     SANDWICH = "sandwich"
+    SANDWICH_MIXED = "sandwich_mixed"
     OUTPUT_NORMED = "output_normed"
     PARALLEL_ONE_NORM = "parallel_one_norm"
     PARALLEL_TWO_NORMS = "parallel_two_norms"
@@ -216,6 +219,9 @@ class Moe:
     tolerance: float = 0.0  # of SPARSE_MIXER: how much worse, of its size, a logit may be
     shared_width: int = 0  # of a gated mlp that all tokens go to; 0: none
     shared_gate: bool = False  # whether what it gives is multiplied by the sigmoid of a number made of its input
+    expert_scale: bool = False  # whether each expert's weight is multiplied by a number of its own
+    weighs_inputs: bool = False  # experts' inputs are multiplied by their weights, and not what they give
+    router_norm: bool = False  # whether the router reads the residual stream, behind a norm of its own
 
 
 Mlp = Dense | Gated | Moe
@@ -280,12 +286,18 @@ class LayerSpec:
     mlp: Mlp
     position: Position | None  # None: attention knows no order but that of what is visible
     window: int = 0  # tokens that a query sees, itself included; 0: all
+    chunk: int = 0  # sequences are cut into chunks of so many tokens, and a query sees its own alone; 0: they are not
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
     query_scale: QueryScale | None = None
     recurrence: GatedDelta | None = None  # what stands in attention's place; None: it attends
     kv_heads: KvHeads | None = None  # where they are not the model's
     keys_are_values: bool = False  # values are what the matrix of keys gives, before norm and rotation
     kv_from: int = 0  # how many layers before it keeps the keys and values that it attends to; 0: it has its own
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a query sees at most, itself included; 0: all."""
+        return min(self.window or self.chunk, self.chunk or self.window)
 
 
 @dataclass(frozen=True)
@@ -328,7 +340,8 @@ class ArchSpec:
     final_norm: bool = True
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
     qk_row_norm: bool = False  # a token's queries of all heads are normalised together, and so are its keys
-    late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation
+    late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation, where there is one
+    plain_qk_norm: bool = False  # the norms of queries and keys have no weights
     v_norm: bool = False  # each head's values are divided by their root mean square
     attention_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate, which q's matrix has too
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not

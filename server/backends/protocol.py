@@ -41,6 +41,7 @@ class Scores:
     cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: they do not
     bias: Tensor | None = None  # [N, 2 D + 1] float32, added at distances -D … D of key minus query; beyond, the ends
     sinks: Tensor | None = None  # [N] float32, a score of each head beside its keys', whose value is 0
+    chunk: int = 0  # a query sees keys from the last multiple of it on, up to its own position; 0: from the first
 
 
 @dataclass(frozen=True)
@@ -184,11 +185,12 @@ class RouterRule:
     top_groups: int = 1
     scale: float = 1.0
     tolerance: float = 0.0
+    expert_scales: Tensor | None = None  # [E] float32, by which the chosen experts' weights are multiplied
 
     @property
     def is_softmax_alone(self) -> bool:
         """Whether the best of a softmax are chosen and weighed by it."""
-        is_whole = self.bias is None and self.top_groups == self.num_groups
+        is_whole = self.bias is None and self.expert_scales is None and self.top_groups == self.num_groups
         return self.scoring is Scoring.SOFTMAX and is_whole and self.scale == 1.0
 
 
@@ -204,6 +206,12 @@ class Routes(Protocol):
 
     def spread(self, x: Tensor) -> Tensor:
         """Of tokens x [T, D], that of each pair [T * k, D]."""
+
+    def weighed(self, x: Tensor) -> Tensor:
+        """The same of tokens x [T, D], each pair's multiplied by its weight."""
+
+    def total(self, y: Tensor) -> Tensor:
+        """As `combine`, of what needs no weights any more."""
 
     def combine(self, y: Tensor) -> Tensor:
         """What the experts made of the pairs [T * k, D] → the weighted sum for each token, [T, D] in y's dtype."""

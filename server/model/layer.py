@@ -231,6 +231,10 @@ class Layer:
         biases = tuple(branch.projection.bias for branch in branches if branch.projection.bias is not None)
         return Stream(base, Summand(deltas, biases, norm))
 
+    def whole(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts."""
+        return part if self.shard.world_size == 1 else self.shard.all_reduce(part)
+
     @property
     def _norms_absorb_addition(self) -> bool:
         return all(norm.absorbs_addition for norm in self.norms.values())
@@ -278,6 +282,18 @@ def _sandwich(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stre
     return layer.add(x, layer.mlp.branch(normed), norm=norms["mlp_post_norm"])
 
 
+def _sandwich_mixed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    norms, mlp = layer.norms, layer.mlp
+    assert isinstance(mlp, MoeMlp) and mlp.shared is not None
+    x, normed = stream.normed(norms["attention_norm"])
+    attended = layer.add(x, layer.attend(normed, kv, step), norm=norms["attention_post_norm"])
+    x, normed = attended.normed(norms["mlp_norm"])
+    shared = layer.whole(mlp.shared.branch(normed).onto(None, with_bias=False))
+    routed = layer.whole(mlp.routed(norms["expert_norm"](x), x))
+    parts = (norms["shared_post_norm"](shared), norms["expert_post_norm"](routed))
+    return Stream(x, Summand(parts, norm=norms["mlp_post_norm"]))
+
+
 def _output_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x = stream.total
     x = layer.add(x, layer.attend(x, kv, step), norm=layer.norms["attention_post_norm"]).total
@@ -301,6 +317,18 @@ WIRINGS = {
     Residual.PRE_NORMED: (_pre_normed, ("attention_norm", "mlp_norm")),
     Residual.POST: (_post, ("attention_norm", "mlp_norm")),
     Residual.SANDWICH: (_sandwich, ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")),
+    Residual.SANDWICH_MIXED: (
+        _sandwich_mixed,
+        (
+            "attention_norm",
+            "attention_post_norm",
+            "mlp_norm",
+            "shared_post_norm",
+            "expert_norm",
+            "expert_post_norm",
+            "mlp_post_norm",
+        ),
+    ),
     Residual.OUTPUT_NORMED: (_output_normed, ("attention_post_norm", "mlp_post_norm")),
     Residual.PARALLEL_ONE_NORM: (_parallel_one_norm, ("attention_norm",)),
     Residual.PARALLEL_TWO_NORMS: (_parallel_two_norms, ("attention_norm", "mlp_norm")),

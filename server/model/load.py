@@ -140,7 +140,7 @@ class StackLoader:
         )
 
     def _attention_of(self, layer: int) -> Attention | None:
-        """All layers share theirs, but for those that have sinks, or scales of keys and values in the checkpoint.
+        """All layers share theirs, but for those that have sinks, chunks, or scales of keys and values.
 
         None: the layer does not attend.
         """
@@ -152,6 +152,8 @@ class StackLoader:
         if self.spec.layers[layer].sinks:
             heads = self.spec.num_heads
             scores = replace(scores, sinks=weights.bare("sinks", heads, weights.shard.range(heads)))
+        if (chunk := self.spec.layers[layer].chunk) > 0:
+            scores = replace(scores, chunk=chunk)
         if scores is self._scores and cache is self.cache:
             return self._shared_attention
         return self._attending(scores, cache)
@@ -255,15 +257,20 @@ class StackLoader:
             qkv=self._qkv(layer),
             gate=self._gate(heads.dim) if spec.attention_gate else None,
             out=load_row(self.weights, "attention_out", size, self.backend.linear, bias=spec.attention_out_bias),
-            qk_norm=self._qk_norm(heads),
+            qk_norm=self._qk_norm(layer, heads),
             v_norm=self._plain_norm(heads.dim) if spec.v_norm else None,
             attention=attention,
             spec=spec,
             layer=layer,
         )
 
-    def _qk_norm(self, kv: KvHeads) -> QkNorm | None:
+    def _qk_norm(self, layer: LayerSpec, kv: KvHeads) -> QkNorm | None:
         spec, shard = self.spec, self.weights.shard
+        if spec.late_qk_norm and not isinstance(layer.position, Rope):
+            return None
+        if spec.plain_qk_norm:
+            plain = self._plain_norm(kv.dim)
+            return HeadNorm(plain, plain)
         if spec.qk_norm or spec.late_qk_norm:
             return HeadNorm(self._norm("q_norm", kv.dim), self._norm("k_norm", kv.dim))
         if not spec.qk_row_norm:

@@ -83,6 +83,8 @@ def _wanted(
     rows, width = -(-spec.vocab_size // shard.world_size), spec.embed_dim or spec.hidden_size
     stored = storage and storage.of_head(is_tied=spec.tied_head)
     head = rows * width * dtype.itemsize if stored is None else stored.weight_bytes(rows, width)
+    kind = spec.per_layer_inputs
+    inputs = kind.dim * spec.num_layers * -(-kind.vocab_size // shard.world_size) * dtype.itemsize if kind else 0
     longest = num_blocks(min(length for length in lengths if length)) + (spec.encoder is not None)
     return Wanted(
         longest=longest * BLOCK_SIZE,
@@ -90,7 +92,7 @@ def _wanted(
         kv_tokens=config.max_batch_total_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
         head_bytes=head,
-        later_bytes=0 if spec.tied_head else head,
+        later_bytes=(0 if spec.tied_head else head) + inputs,
         step_bytes=step_bytes(spec, config.max_batch_prefill_tokens, dtype.itemsize, shard.world_size),
         layer_sizes=layer_sizes(spec),
         expert_sizes=expert_sizes(spec),

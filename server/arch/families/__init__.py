@@ -38,6 +38,7 @@ from server.arch.families.variants import (
     glm,
     granite,
     hunyuan,
+    llama4,
     minimax,
     olmo,
     seed,
@@ -82,6 +83,7 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "granitemoe": Family(granite.spec_of_moe, granite.NAMES_OF_MOE),
     "hunyuan_v1_dense": Family(hunyuan.spec, hunyuan.NAMES),
     "llama": Family(llama.spec, llama.NAMES),
+    "llama4_text": Family(llama4.spec, llama4.NAMES),
     "minimax_m2": Family(minimax.spec, minimax.NAMES),
     "ministral3": Family(mistral.spec_of_ministral, mistral.NAMES),
     "mistral": Family(mistral.spec, mistral.NAMES),
@@ -128,6 +130,7 @@ GEMMA_SENSES = (r"^model\.(vision_tower|audio_tower|embed_vision|embed_audio|vis
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma4": Wrapper("model.language_model.", GEMMA_SENSES),
     "gemma4_unified": Wrapper("model.language_model.", GEMMA_SENSES),
+    "llama4": Wrapper("language_model.", (r"^vision_model\.", r"^multi_modal_projector\.")),
     "mistral3": Wrapper("language_model.", (r"^vision_tower\.", r"^multi_modal_projector\.")),
     "qwen3_5": Wrapper("model.language_model.", (r"^model\.visual\.",)),
     "qwen3_5_moe": Wrapper("model.language_model.", (r"^model\.visual\.",)),

@@ -32,6 +32,7 @@ class _Scores(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("reach", ctypes.c_long),
         ("sinks", ctypes.c_void_p),
+        ("chunk", ctypes.c_long),
     )
 
 
@@ -63,6 +64,7 @@ class KernelAttention(StoringAttention):
             None if scores.bias is None else self._bias.data_ptr(),
             self._bias.shape[1] // 2,
             None if scores.sinks is None else self._sinks.data_ptr(),
+            scores.chunk,
         )
         self._scores_at = ctypes.addressof(self._scores)
 

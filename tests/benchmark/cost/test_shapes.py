@@ -81,7 +81,7 @@ def test_parameters_are_counted_as_transformers_counts_them(
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.total_parameters
 
 
-@pytest.mark.parametrize("case", ["gemma4", "gemma4-e"])
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-e", "gemma4-a", "llama4"])
 def test_parts_that_few_families_have_are_counted(case: str, tmp_path: Path) -> None:
     model = tiny.save_tiny(case, tmp_path)
     scales = sum(name.endswith("layer_scalar") for name, _ in model.named_buffers())

@@ -30,6 +30,7 @@ VISION_MODELS = (  # `model_type`, the case of its text, and what its checkpoint
     ("qwen3_5_moe", "qwen3_5_moe", OF_QWEN),
     ("gemma4", "gemma4", OF_GEMMA),
     ("gemma4_unified", "gemma4_unified", OF_GEMMA),
+    ("llama4", "llama4", ("vision_model.patch_embedding.linear", "multi_modal_projector.linear_1")),
 )
 LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
 WAYS = ("reference", "kernels")
@@ -119,7 +120,9 @@ def test_the_text_half_of_a_vision_model_is_found(
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": wrapper, "text_config": config}))
     tensors = load_file(folder / "model.safetensors")
-    wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    within = WRAPPERS[wrapper].within
+    old, new = ("model.", within) if within.startswith("model.") else ("", within)
+    wrapped = {name.replace(old, new, 1): tensor for name, tensor in tensors.items()}
     save_file(wrapped | {f"{name}.weight": torch.ones(4) for name in others}, tmp_path / "model.safetensors")
     alone, inside = (generate(load_engine(path), [Prompt(PROMPT)])[0] for path in (folder, tmp_path))
     assert alone.tokens == inside.tokens
