@@ -20,7 +20,7 @@ from host.cpu_kinds import EXACT
 from server import backends
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
-from server.arch.stages import Stage, stages_of
+from server.arch.stages import Stage, carried_width, stages_of
 from server.backends import Backend, Device
 from server.backends.cpu.device import plan_threads
 from server.backends.cpu.memory import freed_at_once
@@ -198,7 +198,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
     kv_placement = placing.choose_kv_placement(config, part, device)
     shard = _connect(config, device)
-    neighbours = _neighbours(config, stage, shard, device, dtype, spec.hidden_size)
+    neighbours = _neighbours(config, stage, shard, device, dtype, carried_width(spec, stage))
     cache = KV_FORMATS[config.kv_cache_dtype]
     kv_bytes = kv_shape(spec, stage, shard, dtype, cache).bytes_per_token
     auto = placing.automatic(config, part, backend, dtype, shard, kv_bytes, _kept(quantised, config, device, dtype))

@@ -19,7 +19,7 @@ and samples for `s` sequences, needs
   b. A mixed step is the sum of its parts, with the weights counted once.
 * A mixture: `P` has the experts of one token; a step over `t` tokens reads the experts that any of them goes to, of E
   with k per token on average E*(1 - (1 - k/E)**t), as if each token went to any of them.
-* A sliding window of w: in that layer a token sees w tokens at most, itself included.
+* A sliding window of w, or chunks of so many: in that layer a token sees w tokens at most, itself included.
 * More ranks than key-value heads: each head is on several, which all read its keys, values and matrices.
 * Operations are in 8 bits, whose peak is another one, where the product is of such numbers: on a GPU where inputs are
   rounded too, on a CPU wherever codes are integers.
@@ -217,7 +217,7 @@ class ServedModel:
         """The sum of a number of each layer that attends, by its window."""
         found: Counter[int] = Counter()
         for layer, heads in self.shape.attending:
-            found[layer.window] += number(heads)
+            found[layer.reach] += number(heads)
         return found
 
     @property
@@ -309,6 +309,7 @@ def mean_context(sequence_length: int, decode_length: int) -> float:
 SUM_SECONDS = 5e-6  # of the smallest exchange between GPUs of one machine: the messages there and back
 SUMS_OF_A_LAYER: Mapping[Residual, int] = {
     Residual.PRE_CROSS: 3,
+    Residual.SANDWICH_MIXED: 3,  # both parts of the mixture are normalised before they meet
     Residual.PARALLEL_ONE_NORM: 1,  # attention and mlp can be summed together
     Residual.PARALLEL_TWO_NORMS: 1,
 }
@@ -338,10 +339,11 @@ class Sums:
             return cls()
         row_s = 2 * others / served.ranks * DTYPE_BYTES[served.dtype] / bytes_per_second  # of each feature
         spec, table = shape.spec, int(shape.has_embedding)
-        width = spec.embed_dim or spec.hidden_size
+        width = (spec.embed_dim or spec.hidden_size) + shape.inputs_width
+        tables = table * (1 + (shape.inputs_width > 0))
         encoder = spec.encoder if shape.has_embedding else None
         return cls(
-            step_s=(_of_layers(spec) + table) * SUM_SECONDS,
+            step_s=(_of_layers(spec) + tables) * SUM_SECONDS,
             token_s=(_of_layers(spec) * spec.hidden_size + table * width) * row_s,
             choice_s=shape.has_head * SUM_SECONDS,
             sampled_s=shape.has_head * others * CANDIDATE_BYTES / bytes_per_second,
@@ -424,7 +426,8 @@ class Pipeline:
         if len(self.stages) == 1:
             return 0.0, 0.0
         first = self.stages[0]
-        hidden = batch_size * tokens * first.shape.spec.hidden_size * DTYPE_BYTES[first.dtype]
+        given = sum(stage.shape.inputs_width for stage in self.stages[1:]) / max(1, len(self.stages) - 1)
+        hidden = batch_size * tokens * (first.shape.spec.hidden_size + given) * DTYPE_BYTES[first.dtype]
         if first.shape.spec.encoder is not None and tokens > 1:  # the prompt's states go along with the first token's
             hidden += batch_size * first.shape.spec.hidden_size * DTYPE_BYTES[first.dtype]
         taken = hidden / self.link_bytes_per_ms

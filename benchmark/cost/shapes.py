@@ -52,6 +52,7 @@ NORMS_PER_LAYER: Mapping[Residual, int] = {
     Residual.PRE_NORMED: 2,
     Residual.POST: 2,
     Residual.SANDWICH: 4,
+    Residual.SANDWICH_MIXED: 7,
     Residual.OUTPUT_NORMED: 2,
     Residual.PARALLEL_ONE_NORM: 1,
     Residual.PARALLEL_TWO_NORMS: 2,
@@ -72,6 +73,7 @@ class ModelShape:
     names: NameMap = field(repr=False)
     stored: Storage | None = None
     first_layer: int = 0
+    layers_behind: int = 0  # of later stages
     has_embedding: bool = True
     has_head: bool = True
 
@@ -82,6 +84,7 @@ class ModelShape:
                 self,
                 spec=replace(self.spec, layers=self.spec.layers[stage.layers.start : stage.layers.stop]),
                 first_layer=stage.layers.start,
+                layers_behind=self.spec.num_layers - stage.layers.stop,
                 has_embedding=stage.is_first,
                 has_head=stage.is_last,
             )
@@ -91,12 +94,25 @@ class ModelShape:
     @property
     def layer_parameters(self) -> int:
         """Parameters of all layers, an encoder's included."""
-        return sum(self._layer(layer, active=False) for layer in self.spec.layers) + self.encode_parameters
+        layers = sum(self._layer(layer, active=False) for layer in self.spec.layers)
+        return layers + self._input_parameters + self.encode_parameters
 
     @property
     def step_parameters(self) -> int:
         """Parameters of all layers that one token is multiplied with; of a mixture, the experts that it goes to."""
-        return sum(self._layer(layer, active=True) for layer in self.spec.layers)
+        return sum(self._layer(layer, active=True) for layer in self.spec.layers) + self._input_parameters
+
+    @property
+    def inputs_width(self) -> int:
+        """Numbers of a token that this stage's layers and later ones are given beside the residual stream."""
+        kind = self.spec.per_layer_inputs
+        return kind.dim * (self.spec.num_layers + self.layers_behind) if kind else 0
+
+    @property
+    def _input_parameters(self) -> int:
+        """Parameters of what makes these of a token's embedding, with its norm."""
+        kind = self.spec.per_layer_inputs
+        return kind.dim + self.inputs_width * self.spec.hidden_size if kind and self.has_embedding else 0
 
     @property
     def encode_parameters(self) -> int:
@@ -121,6 +137,8 @@ class ModelShape:
         """All parameters of the model, tied ones once: layers, embeddings, positions, norms and head."""
         spec, is_first, is_last = self.spec, self.has_embedding, self.has_head
         table = self._table_parameters * is_first
+        if spec.per_layer_inputs and is_first:
+            table += spec.per_layer_inputs.vocab_size * self.inputs_width
         maps = (is_first + is_last) * spec.embed_dim * spec.hidden_size  # between the embedding's width and the model's
         norms = spec.embed_norm * is_first + spec.final_norm * is_last
         buckets = spec.buckets.num_buckets * spec.num_heads if spec.buckets else 0
@@ -140,7 +158,7 @@ class ModelShape:
     @property
     def windows(self) -> Mapping[int, int]:
         """How many layers that attend have which window: tokens that a query sees, itself included; 0: all."""
-        return Counter(layer.window for layer in self.spec.layers if layer.attends)
+        return Counter(layer.reach for layer in self.spec.layers if layer.attends)
 
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
@@ -209,6 +227,8 @@ class ModelShape:
         norms += spec.final_norm * self.has_head + spec.embed_norm * self.has_embedding
         routers = sum(spec.hidden_size * layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe))
         copied = norms * self._norm_parameters + routers + self._position_rows * spec.hidden_size
+        if spec.per_layer_inputs:
+            copied += self._input_parameters + 2 * spec.hidden_size * spec.per_layer_inputs.dim * spec.num_layers
         everywhere = copied * size * (ranks - 1) // ranks
         return everywhere + self.copied_kv_bytes(dtype, quantize, ranks) // ranks
 
@@ -225,6 +245,7 @@ class ModelShape:
             one(layer.latent.compressed if layer.latent else (2 - layer.keys_are_values) * heads.dim)
             * max(0, ranks - heads.count)
             for layer, heads in self.attending
+            if not layer.kv_from
         )
 
     @cached_property
@@ -290,13 +311,17 @@ class ModelShape:
     def _layer(self, layer: LayerSpec, *, active: bool) -> int:
         spec, heads = self.spec, self.spec.kv_heads(layer)
         hidden, queries, keys = spec.hidden_size, spec.num_heads * heads.dim, heads.count * heads.dim
-        keys_and_values = (2 - layer.keys_are_values) * keys
+        keys_and_values = 0 if layer.kv_from else (2 - layer.keys_are_values) * keys
         attention = hidden * ((1 + spec.attention_gate) * queries + keys_and_values) + queries * hidden
         biases = (queries + keys_and_values) * spec.qkv_bias + hidden * spec.attention_out_bias
         biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias + spec.num_heads * layer.sinks + spec.layer_scale
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters
-        norms += 2 * heads.dim * (spec.qk_norm or spec.late_qk_norm) + (queries + keys) * spec.qk_row_norm
+        has_norms = (spec.qk_norm or spec.late_qk_norm) and not spec.plain_qk_norm
+        norms += (1 if layer.kv_from else 2) * heads.dim * has_norms
+        norms += (queries + keys) * spec.qk_row_norm
         cross = 2 * hidden * queries if spec.encoder else 0
+        if spec.per_layer_inputs:
+            norms += 2 * hidden * spec.per_layer_inputs.dim + self._norm_parameters
         if not layer.attends:
             norms -= 2 * heads.dim * spec.qk_norm
             attention = biases = 0
@@ -323,7 +348,8 @@ def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
         experts = mlp.top_k if active else mlp.num_experts
         of_expert = 3 * hidden * mlp.width + (2 * mlp.width + hidden) * mlp.bias
         of_router = (hidden + mlp.router_bias + mlp.choice_bias) * mlp.num_experts
-        return experts * of_expert + of_router + hidden * (3 * mlp.shared_width + mlp.shared_gate)
+        beside = mlp.num_experts * mlp.expert_scale + hidden * mlp.router_norm
+        return experts * of_expert + of_router + beside + hidden * (3 * mlp.shared_width + mlp.shared_gate)
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 
@@ -552,7 +578,8 @@ def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Ite
     if "qkv" in roles:
         qkv = {"qkv": queries + 2 * keys}
     else:
-        qkv = {"q": queries, "k": keys} | ({} if layer.keys_are_values else {"v": keys})
+        lacked = ("k", "v") if layer.kv_from else ("v",) if layer.keys_are_values else ()
+        qkv = {role: rows for role, rows in {"q": queries, "k": keys, "v": keys}.items() if role not in lacked}
     if spec.attention_gate:
         qkv |= {"attention_gate": queries} if "attention_gate" in roles else {"q": 2 * queries}
     for role, outputs in qkv.items():

@@ -27,7 +27,8 @@ def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: i
     recurrent = max((kind.step_width for kind in spec.recurrences), default=0)
     head_dim = max(spec.kv_heads(layer).dim for layer in spec.layers)
     widest = max(_products(layer.mlp) for layer in spec.layers) + max(3 * spec.num_heads * head_dim, recurrent)
-    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
+    given = 2 * spec.num_layers * spec.per_layer_inputs.dim if spec.per_layer_inputs else 0
+    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size + given) * itemsize
     return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
 
 
@@ -54,7 +55,7 @@ def expert_sizes(spec: ArchSpec) -> dict[float, int]:
 
 def window_shares(spec: ArchSpec) -> dict[int, float]:
     """Which share of the layers that attend has which window: tokens that a query sees, itself included; 0: all."""
-    windows = [layer.window for layer in spec.layers if layer.attends]
+    windows = [layer.reach for layer in spec.layers if layer.attends]
     return {window: count / len(windows) for window, count in Counter(windows).items()}
 
 
@@ -65,7 +66,8 @@ def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:
 
 def _sizes(spec: ArchSpec) -> Iterator[int]:
     cross = 2 * spec.hidden_size * (spec.num_heads + spec.num_kv_heads) * spec.head_dim if spec.encoder else 0
-    return (_mixer(spec, layer) + cross + _mlp(layer, spec.hidden_size) for layer in spec.layers)
+    given = 2 * spec.hidden_size * spec.per_layer_inputs.dim if spec.per_layer_inputs else 0
+    return (_mixer(spec, layer) + cross + _mlp(layer, spec.hidden_size) + given for layer in spec.layers)
 
 
 def _mixer(spec: ArchSpec, layer: LayerSpec) -> int:
@@ -78,7 +80,8 @@ def _mixer(spec: ArchSpec, layer: LayerSpec) -> int:
 def _attention(spec: ArchSpec, layer: LayerSpec) -> int:
     heads = spec.kv_heads(layer)
     queries, keys = spec.num_heads * heads.dim, heads.count * heads.dim
-    return spec.hidden_size * ((2 + spec.attention_gate) * queries + (2 - layer.keys_are_values) * keys)
+    of_keys = 0 if layer.kv_from else (2 - layer.keys_are_values) * keys
+    return spec.hidden_size * ((2 + spec.attention_gate) * queries + of_keys)
 
 
 def recurrence_size(kind: Recurrence, hidden: int) -> int:

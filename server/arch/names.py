@@ -9,10 +9,13 @@ Roles, each with `.weight` and where the model has one `.bias`:
     sinks                                                   [heads]; its name has no suffix
     mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
     layer_scale                                             likewise, [1]; its name has no suffix
+    per_layer_embed, per_layer_in, per_layer_in_norm        what all layers are given beside the residual stream
+    per_layer_gate, per_layer_out, per_layer_post_norm      of a layer: what it makes of its part
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
     activation                                              of its mlp, by whose `.scales` AutoAWQ divides, if there are
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number; or `stacks`
-    choice_bias                                             of its router; its name has no suffix
+    choice_bias, router_norm, expert_scale                  of its router; their names have no suffix
+    expert_norm, expert_post_norm, shared_post_norm         of its mixture's two parts (`Residual.SANDWICH_MIXED`)
     shared_gate, shared_up, shared_down; shared_router      what all tokens of its mixture go to; what weighs that
     delta_qkvz and delta_ba, by key heads; or delta_qkv, delta_z, delta_b, delta_a
     delta (.A_log, .dt_bias), delta_conv, delta_norm, delta_out     its gated delta rule, in attention's place

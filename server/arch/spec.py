@@ -25,6 +25,8 @@ class Residual(Enum):
     PRE_NORMED:          n = norm(x); x = n + A(n);  n = norm(x); x = n + M(n)
     POST:                x = norm(x + A(x));  x = norm(x + M(x))
     SANDWICH:            x += norm(A(norm(x)));  x += norm(M(norm(x)))
+    SANDWICH_MIXED:      x += norm(A(norm(x)));  x += norm(norm(S(norm(x))) + norm(E(norm(x)))), with M's two parts: S,
+                         which all tokens go to, and E, its experts, each with norms of its own
     OUTPUT_NORMED:       x += norm(A(x));  x += norm(M(x))
     PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
     PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
@@ -35,6 +37,7 @@ class Residual(Enum):
     PRE_NORMED = "pre_normed"
     POST = "post"
     SANDWICH = "sandwich"
+    SANDWICH_MIXED = "sandwich_mixed"
     OUTPUT_NORMED = "output_normed"
     PARALLEL_ONE_NORM = "parallel_one_norm"
     PARALLEL_TWO_NORMS = "parallel_two_norms"
@@ -221,6 +224,9 @@ class Moe:
     tolerance: float = 0.0  # of SPARSE_MIXER: how much worse, of its size, a logit may be
     shared_width: int = 0  # of a gated mlp that all tokens go to; 0: none
     shared_gate: bool = False  # whether what it gives is multiplied by the sigmoid of a number made of its input
+    expert_scale: bool = False  # whether each expert's weight is multiplied by a number of its own
+    weighs_inputs: bool = False  # experts' inputs are multiplied by their weights, and not what they give
+    router_norm: bool = False  # whether the router reads the residual stream, behind a norm of its own
 
 
 Mlp = Dense | Gated | Moe
@@ -289,6 +295,7 @@ class LayerSpec:
     mlp: Mlp
     position: Position | None  # None: attention knows no order but that of what is visible
     window: int = 0  # tokens that a query sees, itself included; 0: all
+    chunk: int = 0  # sequences are cut into chunks of so many tokens, and a query sees its own alone; 0: they are not
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
     query_scale: QueryScale | None = None
     attends: bool = True
@@ -296,6 +303,25 @@ class LayerSpec:
     latent: Latent | None = None  # how keys and values are compressed; None: they are not
     kv_heads: KvHeads | None = None  # where they are not the model's
     keys_are_values: bool = False  # values are what the matrix of keys gives, before norm and rotation
+    kv_from: int = 0  # how many layers before it keeps the keys and values that it attends to; 0: it has its own
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a query sees at most, itself included; 0: all."""
+        return min(self.window or self.chunk, self.chunk or self.window)
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """What each layer is given of a token, beside the residual stream (Gemma 3n): `dim` numbers.
+
+    They are a row of a table of its own and a projection of the token's embedding, normalised. Behind its mlp, a layer
+    adds norm(projection(activation(gate(x)) * inputs)).
+    """
+
+    dim: int
+    vocab_size: int  # rows of the table
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -323,11 +349,13 @@ class ArchSpec:
     embed_scale: float = 1.0  # what the embedding is multiplied by
     rounds_embed_scale: bool = False  # to the model's dtype first
     embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
+    per_layer_inputs: PerLayerInputs | None = None
     layer_scale: bool = False  # the residual stream is multiplied by a number of each layer behind it
     final_norm: bool = True
     qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
     qk_row_norm: bool = False  # a token's queries of all heads are normalised together, and so are its keys
-    late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation
+    late_qk_norm: bool = False  # as `qk_norm`, but behind the rotation, where there is one
+    plain_qk_norm: bool = False  # the norms of queries and keys have no weights
     v_norm: bool = False  # each head's values are divided by their root mean square
     attention_gate: bool = False  # attention's output is multiplied by a gate's sigmoid; it has a role, or rows of q
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
@@ -358,7 +386,7 @@ class ArchSpec:
 
     def cached(self, layer: LayerSpec) -> KvHeads | None:
         """What a layer keeps of each token; None: nothing."""
-        return self.kv_heads(layer) if layer.attends else None
+        return self.kv_heads(layer) if layer.attends and not layer.kv_from else None
 
     @property
     def attention_scale(self) -> float:

@@ -43,6 +43,7 @@ class Scores:
     bias: Tensor | None = None  # [N, 2 D + 1] float32, added at distances -D … D of key minus query; beyond, the ends
     sinks: Tensor | None = None  # [N] float32, a score of each head beside its keys', whose value is 0
     rank: int = 0  # a key's first numbers, which are its value, and behind which it is rotated; 0: values are apart
+    chunk: int = 0  # a query sees keys from the last multiple of it on, up to its own position; 0: from the first
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class Attention(Protocol):
         q: [T, N, H]; window: tokens that a query sees, itself included, 0 for all; returns [T, N, H] in q's dtype.
         Keys and values were already stored for this layer. Scores and softmax are float32 whatever the input dtype.
         """
+
+    def attend_rotated(self, q: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        """As `attend`, of queries [T, N, H] that are rotated first, perhaps in place."""
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         """Rotate the step's queries and keys, store its keys and values, and attend its queries; returns [T, N, H].
@@ -188,11 +192,12 @@ class RouterRule:
     group_best: int = 2
     scale: float = 1.0
     tolerance: float = 0.0
+    expert_scales: Tensor | None = None  # [E] float32, by which the chosen experts' weights are multiplied
 
     @property
     def is_softmax_alone(self) -> bool:
         """Whether the best of a softmax are chosen and weighed by it."""
-        is_whole = self.bias is None and self.top_groups == self.num_groups
+        is_whole = self.bias is None and self.expert_scales is None and self.top_groups == self.num_groups
         return self.scoring is Scoring.SOFTMAX and is_whole and self.scale == 1.0
 
 
@@ -208,6 +213,12 @@ class Routes(Protocol):
 
     def spread(self, x: Tensor) -> Tensor:
         """Of tokens x [T, D], that of each pair [T * k, D]."""
+
+    def weighed(self, x: Tensor) -> Tensor:
+        """The same of tokens x [T, D], each pair's multiplied by its weight."""
+
+    def total(self, y: Tensor) -> Tensor:
+        """As `combine`, of what needs no weights any more."""
 
     def combine(self, y: Tensor) -> Tensor:
         """What the experts made of the pairs [T * k, D] → the weighted sum for each token, [T, D] in y's dtype."""

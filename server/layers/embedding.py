@@ -94,7 +94,7 @@ class Head:
 
 def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
     """This rank's rows of the embedding, stored as the head is where that is tied to it."""
-    rows = _vocab_rows(weights, "embed", spec)
+    rows = vocab_rows(weights, "embed", spec.vocab_size, spec.embed_dim or spec.hidden_size)
     return Embedding(_stored_head(weights, rows) if _shares_rows(spec) else rows, weights.shard, weights.dtype)
 
 
@@ -131,10 +131,10 @@ def _stored_head(weights: Weights, rows: Stored) -> Stored:
     return weights.quantise_head(rows)
 
 
-def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Stored:
-    """This rank's rows [Vl, E], zeros where the padded vocabulary exceeds the real one."""
-    part, padding = vocab_share(weights.shard, spec.vocab_size)
-    return padded(weights.stored_table(role, (spec.vocab_size, spec.embed_dim or spec.hidden_size), part), padding)
+def vocab_rows(weights: Weights, role: str, vocab_size: int, width: int) -> Stored:
+    """This rank's rows [Vl, width] of a table, zeros where the padded vocabulary exceeds the real one."""
+    part, padding = vocab_share(weights.shard, vocab_size)
+    return padded(weights.stored_table(role, (vocab_size, width), part), padding)
 
 
 def _head_rows(weights: Weights, spec: ArchSpec) -> Stored:

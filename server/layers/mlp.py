@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
-from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, RouterRule, Routing
+from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Norm, RouterRule, Routing
 from server.backends.reference.router import sigmoid
 from server.checkpoint.experts import SeparateExperts, StackedExperts
 from server.checkpoint.weights import Weights
@@ -62,6 +62,8 @@ class MoeMlp:
     down_bias: Tensor | None = None  # [E, D], on one rank alone: it is added once to the sum over the ranks
     shared: DenseMlp | None = None  # for all tokens
     shared_gate: LinearFormat | None = None  # [1, D], on every rank
+    router_norm: Norm | None = None
+    weighs_inputs: bool = False
     bias: None = None
 
     @property
@@ -76,15 +78,22 @@ class MoeMlp:
 
     def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
         """base + this rank's part, as of a `RowLinear`; a mixture has no bias but its experts'."""
-        routes = self.routing(self.router, x, self.router_bias)
-        y = self.up(routes.spread(x), routes.ends, self.activation, self.up_bias)
-        total = routes.combine(self.down(y, routes.ends, None, self.down_bias))
+        total = self.routed(x, x)
         if self.shared is not None:
             activated = self.shared.up(x, self.shared.activation)
             if self.shared_gate is not None:
                 activated = activated * sigmoid(self.shared_gate(x, None))
             total = self.shared.down(activated, total)
         return total if base is None else base + total
+
+    def routed(self, x: Tensor, stream: Tensor) -> Tensor:
+        """This rank's part of what the experts make of x [T, D]. stream: [T, D], which the router may read instead."""
+        read = x if self.router_norm is None else self.router_norm(stream)
+        routes = self.routing(self.router, read, self.router_bias)
+        pairs = routes.weighed(x) if self.weighs_inputs else routes.spread(x)
+        y = self.up(pairs, routes.ends, self.activation, self.up_bias)
+        y = self.down(y, routes.ends, None, self.down_bias)
+        return routes.total(y) if self.weighs_inputs else routes.combine(y)
 
 
 def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backend: Backend) -> DenseMlp | MoeMlp:
@@ -132,13 +141,22 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
         down_bias=down_bias if weights.shard.rank == 0 else None,
         shared=_load_shared(weights, spec, kind, backend) if kind.shared_width else None,
         shared_gate=backend.linear(weights.rows("shared_router", (1, hidden))) if kind.shared_gate else None,
+        router_norm=_load_router_norm(weights, spec, backend) if kind.router_norm else None,
+        weighs_inputs=kind.weighs_inputs,
     )
+
+
+def _load_router_norm(weights: Weights, spec: ArchSpec, backend: Backend) -> Norm:
+    """Divided by the square root of the model's width, so that its output has about length 1."""
+    weight = weights.bare("router_norm", spec.hidden_size) * spec.hidden_size**-0.5
+    return backend.norm(weight, None, spec.norm.eps, is_centred=False)
 
 
 def _load_routing(weights: Weights, kind: Moe, backend: Backend) -> Routing:
     bias = weights.bare("choice_bias", kind.num_experts) if kind.choice_bias else None
+    own = weights.bare("expert_scale", kind.num_experts) if kind.expert_scale else None
     groups = (kind.num_groups, kind.top_groups, kind.group_best)
-    rule = RouterRule(kind.scoring, bias, *groups, kind.scale, kind.tolerance)
+    rule = RouterRule(kind.scoring, bias, *groups, kind.scale, kind.tolerance, own)
     return backend.routing(kind.num_experts, kind.top_k, renormalise=kind.renormalise, rule=rule)
 
 

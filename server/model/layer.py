@@ -21,6 +21,7 @@ from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summan
 from server.backends.reference.attention import rotate
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear
 from server.layers.mlp import DenseMlp, MoeMlp
+from server.layers.per_layer import PerLayerBlock
 from server.layers.qk_norm import QkNorm
 from server.ranks.collectives import Shard
 
@@ -33,6 +34,7 @@ class LayerStep:
     rotations: Mapping[Rope, Rotation]
     cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
     query_scales: Mapping[QueryScale, Tensor] = field(default_factory=dict)  # [T, 1, 1] each
+    per_layer: Tensor | None = None  # [T, layers, d] what this stage's layers and later ones are given beside the rest
 
 
 class Mixer(Protocol):
@@ -98,6 +100,30 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True)
+class QueryBlock:
+    """Projections around attention to the keys and values that an earlier layer keeps."""
+
+    q: ColumnLinear  # rows of this rank's heads
+    out: RowLinear
+    q_norm: Norm | None
+    attention: Attention
+    spec: ArchSpec
+    layer: LayerSpec
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [self.q.weight, self.out.weight]
+
+    def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
+        """x [T, D] → attended values [T, N * H], not yet projected; kv [2, B, K, P, W] is the earlier layer's."""
+        q = self.q(x).view(len(x), -1, self.spec.kv_heads(self.layer).dim)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        rotation = step.rotations[self.layer.position] if isinstance(self.layer.position, Rope) else None
+        return self.attention.attend_rotated(q, kv, rotation, step.meta, self.layer.window).flatten(1)
+
+
+@dataclass(frozen=True)
 class CrossBlock:
     """Projections around attention to an encoder's output."""
 
@@ -150,12 +176,14 @@ class Layer:
     norms: Mapping[str, Norm]
     shard: Shard
     wiring: Callable[[Layer, Stream, Tensor, LayerStep], Stream]
+    per_layer: PerLayerBlock | None = None
     scale: Tensor | None = None  # [] by which the residual stream is multiplied behind it
 
     @property
     def matrices(self) -> list[Matrix]:
         """Its weights but for norms and biases."""
-        return [*self.attention.matrices, *(self.cross.matrices if self.cross else []), *self.mlp.matrices]
+        parts = [self.attention, self.cross, self.mlp, self.per_layer]
+        return [matrix for part in parts if part is not None for matrix in part.matrices]
 
     @property
     def nbytes(self) -> int:
@@ -165,6 +193,10 @@ class Layer:
     def __call__(self, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
         """The residual stream behind the layer; keys and values are written into kv [2, B, K, P, W]."""
         stream = self.wiring(self, stream, kv, step)
+        if self.per_layer is not None:
+            assert step.per_layer is not None, "the first stage makes the inputs of all layers"
+            x = stream.total
+            stream = Stream(x + self.per_layer(x, step.per_layer))
         return stream if self.scale is None else Stream(stream.total * self.scale)
 
     def remember(self, encoded: Tensor, kv: Tensor, meta: StepMeta) -> None:
@@ -198,6 +230,10 @@ class Layer:
         # What belongs to the whole is added after the reduction: before it, every rank would add it once.
         biases = tuple(branch.projection.bias for branch in branches if branch.projection.bias is not None)
         return Stream(base, Summand(deltas, biases, norm))
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts."""
+        return part if self.shard.world_size == 1 else self.shard.all_reduce(part)
 
     @property
     def _norms_absorb_addition(self) -> bool:
@@ -246,6 +282,18 @@ def _sandwich(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stre
     return layer.add(x, layer.mlp.branch(normed), norm=norms["mlp_post_norm"])
 
 
+def _sandwich_mixed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    norms, mlp = layer.norms, layer.mlp
+    assert isinstance(mlp, MoeMlp) and mlp.shared is not None
+    x, normed = stream.normed(norms["attention_norm"])
+    attended = layer.add(x, layer.attend(normed, kv, step), norm=norms["attention_post_norm"])
+    x, normed = attended.normed(norms["mlp_norm"])
+    shared = layer.whole(mlp.shared.branch(normed).onto(None, with_bias=False))
+    routed = layer.whole(mlp.routed(norms["expert_norm"](x), x))
+    parts = (norms["shared_post_norm"](shared), norms["expert_post_norm"](routed))
+    return Stream(x, Summand(parts, norm=norms["mlp_post_norm"]))
+
+
 def _output_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x = stream.total
     x = layer.add(x, layer.attend(x, kv, step), norm=layer.norms["attention_post_norm"]).total
@@ -269,6 +317,18 @@ WIRINGS = {
     Residual.PRE_NORMED: (_pre_normed, ("attention_norm", "mlp_norm")),
     Residual.POST: (_post, ("attention_norm", "mlp_norm")),
     Residual.SANDWICH: (_sandwich, ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")),
+    Residual.SANDWICH_MIXED: (
+        _sandwich_mixed,
+        (
+            "attention_norm",
+            "attention_post_norm",
+            "mlp_norm",
+            "shared_post_norm",
+            "expert_norm",
+            "expert_post_norm",
+            "mlp_post_norm",
+        ),
+    ),
     Residual.OUTPUT_NORMED: (_output_normed, ("attention_post_norm", "mlp_post_norm")),
     Residual.PARALLEL_ONE_NORM: (_parallel_one_norm, ("attention_norm",)),
     Residual.PARALLEL_TWO_NORMS: (_parallel_two_norms, ("attention_norm", "mlp_norm")),

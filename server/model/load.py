@@ -5,6 +5,7 @@ Shapes: D model width, N heads, K kv heads, H head dim.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,10 +21,11 @@ from server.checkpoint.weights import Weights, head_ranges, merged
 from server.layers.embedding import Embedding, load_embedding, load_head
 from server.layers.linear import ColumnLinear, load_column, load_row, stacked
 from server.layers.mlp import load_mlp
+from server.layers.per_layer import PerLayerBlock, PerLayerEmbedding, load_per_layer_table
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.layers.qk_norm import DividedRowNorm, HeadNorm, QkNorm, RowNorm
 from server.model.latent import load_latent
-from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer, Mixer
+from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer, Mixer, QueryBlock
 from server.model.recurrent import load_recurrence
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
@@ -74,9 +76,17 @@ def load(
     )
     predictors = range(spec.num_layers, spec.num_layers + spec.num_predictors)
     left_out = weights.names_of_layers(predictors) if predictors else ()
+    left_out += _of_shared_keys(weights, spec)
     weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers) + left_out)
     placement.finish()
     return model
+
+
+def _of_shared_keys(weights: Weights, spec: ArchSpec) -> tuple[str, ...]:
+    """Patterns of what checkpoints may have for keys and values of layers that use those of earlier ones."""
+    layers = [weights.of_layer(i) for i, layer in enumerate(spec.layers) if layer.kv_from]
+    roles = [role for role in ("k", "v", "k_norm") if weights.has(role)]
+    return tuple(rf"^{re.escape(layer.name_of(role))}\." for layer in layers for role in roles)
 
 
 def _of_other_stages(weights: Weights, stage: Stage, num_layers: int) -> tuple[str, ...]:
@@ -102,12 +112,13 @@ class StackLoader:
     def stack(self, embedding: Embedding | None, stage: Stage) -> Stack:
         """The stage's layers, with what stands before and after them."""
         layers = self.placement.stack(len(stage.layers), lambda index: self.layer(stage.layers[index]))
-        return replace(self.frame(embedding, begins=stage.is_first, ends=stage.is_last), layers=layers)
+        frame = self.frame(embedding, begins=stage.is_first, ends=stage.is_last)
+        return replace(frame, layers=layers, layers_behind=self.spec.num_layers - stage.layers.stop)
 
     def layer(self, index: int) -> Layer:
         """One layer of the stack."""
         own = replace(self, weights=self.weights.of_layer(index))
-        layer = own._layer(self.spec.layers[index], self._attention_of(index))
+        layer = own._layer(index, self._attention_of(index))
         self.report()
         return layer
 
@@ -126,10 +137,11 @@ class StackLoader:
             layers=(),
             final_norm=self._norm("final_norm", hidden) if spec.final_norm and ends else None,
             project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim and ends else None,
+            per_layer=self._per_layer_embedding() if begins else None,
         )
 
     def _attention_of(self, layer: int) -> Attention | None:
-        """All layers share theirs, but for those that have sinks, or scales of keys and values in the checkpoint.
+        """All layers share theirs, but for those that have sinks, chunks, or scales of keys and values.
 
         None: the layer does not attend.
         """
@@ -142,6 +154,8 @@ class StackLoader:
         if self.spec.layers[layer].sinks:
             heads = self.spec.num_heads
             scores = replace(scores, sinks=weights.bare("sinks", heads, weights.shard.range(heads)))
+        if (chunk := self.spec.layers[layer].chunk) > 0:
+            scores = replace(scores, chunk=chunk)
         if scores is self._scores and cache is self.cache:
             return self._shared_attention
         return self._attending(scores, cache)
@@ -188,8 +202,8 @@ class StackLoader:
         rows = position.offset + position.size
         return self.weights.table("positions", (rows, self.spec.hidden_size), (position.offset, rows))
 
-    def _layer(self, layer: LayerSpec, attention: Attention | None) -> Layer:
-        wiring, norms = WIRINGS[self.spec.residual]
+    def _layer(self, index: int, attention: Attention | None) -> Layer:
+        layer, (wiring, norms) = self.spec.layers[index], WIRINGS[self.spec.residual]
         return Layer(
             attention=self._mixer(layer, attention),
             cross=self._cross() if self.spec.encoder else None,
@@ -197,7 +211,28 @@ class StackLoader:
             norms={role: self._norm(role, self.spec.hidden_size) for role in norms},
             shard=self.weights.shard,
             wiring=wiring,
+            per_layer=self._per_layer_block(index - self.spec.num_layers),
             scale=self.weights.bare("layer_scale", 1).view(()) if self.spec.layer_scale else None,
+        )
+
+    def _per_layer_block(self, place: int) -> PerLayerBlock | None:
+        kind, hidden = self.spec.per_layer_inputs, self.spec.hidden_size
+        if kind is None:
+            return None
+        gate = self.backend.linear(self.weights.rows("per_layer_gate", (kind.dim, hidden)))
+        out = self.backend.linear(self.weights.rows("per_layer_out", (hidden, kind.dim)))
+        return PerLayerBlock(gate, out, self._norm("per_layer_post_norm", hidden), kind, place)
+
+    def _per_layer_embedding(self) -> PerLayerEmbedding | None:
+        spec, kind = self.spec, self.spec.per_layer_inputs
+        if kind is None:
+            return None
+        projection = self.weights.rows("per_layer_in", (spec.num_layers * kind.dim, spec.hidden_size))
+        return PerLayerEmbedding(
+            load_per_layer_table(self.weights, spec, kind),
+            self.backend.linear(projection),
+            self._norm("per_layer_in_norm", kind.dim),
+            spec,
         )
 
     def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer:
@@ -206,7 +241,19 @@ class StackLoader:
         assert attention is not None
         if layer.latent is not None:
             return load_latent(self.weights, self.spec, layer, self.backend, attention)
-        return self._attention(layer, attention)
+        return self._queries(layer, attention) if layer.kv_from else self._attention(layer, attention)
+
+    def _queries(self, layer: LayerSpec, attention: Attention) -> QueryBlock:
+        spec, weights, dim = self.spec, self.weights, self.spec.kv_heads(layer).dim
+        size, make = (spec.num_heads * dim, spec.hidden_size), self.backend.linear
+        return QueryBlock(
+            q=load_column(weights, "q", size, make, bias=spec.qkv_bias),
+            out=load_row(weights, "attention_out", size[::-1], make, bias=spec.attention_out_bias),
+            q_norm=self._norm("q_norm", dim) if spec.qk_norm else None,
+            attention=attention,
+            spec=spec,
+            layer=layer,
+        )
 
     def _attention(self, layer: LayerSpec, attention: Attention) -> AttentionBlock:
         spec, heads = self.spec, self.spec.kv_heads(layer)
@@ -215,15 +262,20 @@ class StackLoader:
             qkv=self._qkv(layer),
             gate=self._gate(heads.dim) if spec.attention_gate else None,
             out=load_row(self.weights, "attention_out", size, self.backend.linear, bias=spec.attention_out_bias),
-            qk_norm=self._qk_norm(heads),
+            qk_norm=self._qk_norm(layer, heads),
             v_norm=self._plain_norm(heads.dim) if spec.v_norm else None,
             attention=attention,
             spec=spec,
             layer=layer,
         )
 
-    def _qk_norm(self, kv: KvHeads) -> QkNorm | None:
+    def _qk_norm(self, layer: LayerSpec, kv: KvHeads) -> QkNorm | None:
         spec, shard = self.spec, self.weights.shard
+        if spec.late_qk_norm and not isinstance(layer.position, Rope):
+            return None
+        if spec.plain_qk_norm:
+            plain = self._plain_norm(kv.dim)
+            return HeadNorm(plain, plain)
         if spec.qk_norm or spec.late_qk_norm:
             return HeadNorm(self._norm("q_norm", kv.dim), self._norm("k_norm", kv.dim))
         if not spec.qk_row_norm:

@@ -221,6 +221,14 @@ class OffloadedAttention:
         visits = self.kv.visits(meta)
         return _joined([self.inner.attend(q[tokens], kv, placed, window) for tokens, placed in visits])
 
+    def attend_rotated(self, q: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        return _joined(
+            [
+                self.inner.attend_rotated(q[tokens], kv, _rotation_of(rotation, tokens), placed, window)
+                for tokens, placed in self.kv.visits(meta)
+            ]
+        )
+
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         return _joined(
             [

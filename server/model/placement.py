@@ -83,6 +83,8 @@ def _wanted(
     rows, width = -(-spec.vocab_size // shard.world_size), spec.embed_dim or spec.hidden_size
     stored = storage and storage.of_head(is_tied=spec.tied_head)
     head = rows * width * dtype.itemsize if stored is None else stored.weight_bytes(rows, width)
+    kind = spec.per_layer_inputs
+    inputs = kind.dim * spec.num_layers * -(-kind.vocab_size // shard.world_size) * dtype.itemsize if kind else 0
     longest = num_blocks(min(length for length in lengths if length)) + (spec.encoder is not None)
     return Wanted(
         longest=longest * BLOCK_SIZE,
@@ -90,7 +92,7 @@ def _wanted(
         kv_tokens=config.max_batch_total_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
         head_bytes=head,
-        later_bytes=0 if spec.tied_head else head,
+        later_bytes=(0 if spec.tied_head else head) + inputs,
         step_bytes=step_bytes(spec, config.max_batch_prefill_tokens, dtype.itemsize, shard.world_size),
         layer_sizes=layer_sizes(spec),
         expert_sizes=expert_sizes(spec),
@@ -129,10 +131,10 @@ def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> 
             f"--kv-on-device {config.kv_on_device} has no prefix cache on host or disk: leave out "
             "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
         )
-    if len({spec.cached(layer) for layer in spec.layers} - {None}) > 1:
+    if len({spec.cached(layer) for layer in spec.layers if layer.recurrence is None}) > 1:
         raise ValueError(
-            f"--kv-on-device {config.kv_on_device} is for models whose layers keep keys and values of one size: leave "
-            "it out for this one"
+            f"--kv-on-device {config.kv_on_device} is for models whose layers all keep keys and values, of one size: "
+            "leave it out for this one"
         )
     places = _places(config, device, "kv", config.kv_on_device, config.kv_on_host, NO_KV_FOLDER)
     windows = [layer.window for layer in spec.layers if layer.attends]

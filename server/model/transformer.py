@@ -27,6 +27,7 @@ from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, QueryScale, 
 from server.arch.stages import Stage
 from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.layers.embedding import Embedding, Head, vocab_share
+from server.layers.per_layer import PerLayerEmbedding
 from server.layers.position import Rotary, query_scales
 from server.model.layer import LayerStep, Stream
 from server.model.streamed import AnyLayer
@@ -49,6 +50,8 @@ class Stack:
     layers: Sequence[AnyLayer]
     final_norm: Norm | None
     project_out: LinearFormat | None  # back to the embedding's width
+    per_layer: PerLayerEmbedding | None = None  # of the first stage, where layers are given inputs of their own
+    layers_behind: int = 0  # of later stages
 
     def __call__(
         self,
@@ -60,19 +63,32 @@ class Stack:
     ) -> Tensor:
         """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, W] per layer, written in place.
 
-        hidden: [T, D] behind the layers of the stage before, where there is one.
+        hidden: [T, D] behind the layers of the stage before, where there is one. Where layers are given inputs of
+        their own, those of this stage's layers and of later ones stand behind it, and behind what is returned.
         """
         stream, step = self.begin(token_ids, meta, cross, hidden)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             stream = layer(stream, kv, step)
-        return self.end(stream)
+        hidden = self.end(stream)
+        if step.per_layer is None or not self.layers_behind:
+            return hidden
+        return torch.cat([hidden, step.per_layer[:, -self.layers_behind :].flatten(1)], dim=1)
 
     def begin(
         self, token_ids: Tensor, meta: StepMeta, cross: StepMeta | None = None, hidden: Tensor | None = None
     ) -> tuple[Stream, LayerStep]:
         """token_ids [T] → the residual stream before the first layer, and what every layer is told."""
-        x = self._embed(token_ids, meta) if hidden is None else hidden
-        return Stream(x), LayerStep(meta, self._rotations(meta), cross, self._query_scales(meta))
+        x, per_layer = (self._embed(token_ids, meta), None) if hidden is None else self._taken_apart(hidden)
+        if self.per_layer is not None:
+            per_layer = self.per_layer(token_ids, x)
+        return Stream(x), LayerStep(meta, self._rotations(meta), cross, self._query_scales(meta), per_layer)
+
+    def _taken_apart(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [T, D], and the inputs [T, layers, dim] of this stage's layers and of later ones."""
+        if self.spec.per_layer_inputs is None:
+            return hidden, None
+        width, dim = self.spec.hidden_size, self.spec.per_layer_inputs.dim
+        return hidden[:, :width].contiguous(), hidden[:, width:].unflatten(1, (-1, dim))
 
     def end(self, stream: Stream) -> Tensor:
         """The residual stream behind the last layer → final hidden states [T, D]; as it is, where a stage follows."""
@@ -149,6 +165,7 @@ class Transformer:
     def nbytes(self) -> int:
         """Memory of this rank's matrices; norms, biases and positions are too small to matter."""
         table = 0 if self.decoder.embedding is None else self.decoder.embedding.table.nbytes
+        table += 0 if self.decoder.per_layer is None else self.decoder.per_layer.nbytes
         head = 0 if self.head is None else self.head.nbytes
         encoder = self.encoder.nbytes if self.encoder else 0
         return table + head + encoder + self.decoder.nbytes
@@ -201,7 +218,18 @@ def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cac
     sizes = tuple((len(local_kv_heads(heads.count, shard)), heads.dim) for heads in kept)
     kv_heads, head_dim = sizes[0] if sizes else (spec.num_kv_heads, spec.head_dim)
     differ, rows = sizes if len(set(sizes)) > 1 else (), kept[0].rows if kept else 2
-    return KVShape(len(sizes), kv_heads, head_dim, dtype, format=cache, sizes=differ, rows=rows, states=tuple(states))
+    is_shared = any(layer.kv_from for layer in layers)
+    return KVShape(
+        len(sizes),
+        kv_heads,
+        head_dim,
+        dtype,
+        format=cache,
+        sizes=differ,
+        rows=rows,
+        states=tuple(states),
+        sources=tuple(i - layer.kv_from for i, layer in enumerate(layers)) if is_shared else (),
+    )
 
 
 def local_kv_heads(count: int, shard: Shard) -> range:

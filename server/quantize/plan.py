@@ -83,6 +83,11 @@ def make_plan(weights: Weights, spec: ArchSpec, recipe: Recipe) -> Plan:
             "the model's experts are stacked in one tensor for each role, which is not quantised into files: serve it "
             "with --quantize int4 or int8, which quantise while loading"
         )
+    if spec.per_layer_inputs or any(layer.kv_from for layer in spec.layers):
+        raise ValueError(
+            "the model's layers are given inputs of their own or share keys and values, which calibration does not "
+            "know: serve it with --quantize int8, which quantises while loading"
+        )
     if spec.recurrences:
         raise ValueError(
             "the model has recurrent layers, which calibration does not know: serve it with --quantize int8, which "

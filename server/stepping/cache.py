@@ -36,7 +36,7 @@ STATE_DTYPE = torch.float32  # sums of thousands of tokens
 class KVShape:
     """What one token takes on this rank, and what a sequence takes beside its tokens."""
 
-    num_layers: int  # that attend
+    num_layers: int  # that keep keys and values
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # that the model computes in
@@ -45,12 +45,14 @@ class KVShape:
     sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
     rows: int = 2  # of a token for each kv head: key and value, or one that is both
     states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer, 0 where it attends; empty: all attend
+    sources: tuple[int, ...] = ()  # whose keys and values, or state, every layer uses; empty: each has its own
 
     @property
     def layers(self) -> Sequence[KVShape]:
         """The same of each layer alone."""
         sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
-        return [replace(self, num_layers=1, num_kv_heads=k, head_dim=h, sizes=(), states=()) for k, h in sizes]
+        one = replace(self, num_layers=1, sizes=(), states=(), sources=())
+        return [replace(one, num_kv_heads=kv_heads, head_dim=head_dim) for kv_heads, head_dim in sizes]
 
     @property
     def bytes_per_token(self) -> int:
@@ -118,17 +120,21 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
 
 
 def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Tensor]:
-    """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, the others states.
+    """What each layer of a stage uses of all sequences, in order: those that attend `kv`, the others states.
 
     A layer's states are [rows, numbers] float32, of which row 0 is no sequence's.
     """
-    if not any(shape.states):
+    if not any(shape.states) and not shape.sources:
         return list(kv)
-    attending = iter(kv)
-    return [
-        torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device) if numbers else next(attending)
-        for numbers in shape.states
-    ]
+    attending, caches = iter(kv), list[Tensor]()
+    for layer, numbers in enumerate(shape.states):
+        if shape.sources and shape.sources[layer] != layer:
+            caches.append(caches[shape.sources[layer]])
+        elif numbers:
+            caches.append(torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device))
+        else:
+            caches.append(next(attending))
+    return caches
 
 
 class KvPlacement(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from server.arch import families
-from server.arch.stages import stages_of
+from server.arch.stages import carried_width, stages_of
 from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
@@ -114,7 +114,9 @@ def load_engine(
     )
     part = stages_of(spec, stage[1])[stage[0]]
     model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement, stage=part)
-    neighbours = StageNeighbours(part, shard, ring, backend.device, dtype, spec.hidden_size) if stage[1] > 1 else None
+    neighbours = (
+        StageNeighbours(part, shard, ring, backend.device, dtype, carried_width(spec, part)) if stage[1] > 1 else None
+    )
     why_not = backend.why_not_captured(spec, stored.name, shard.world_size) if captured else "not wanted"
     if isinstance(placement, Streaming):
         why_not = "weights stream"

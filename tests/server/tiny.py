@@ -174,6 +174,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                       "query_pre_attn_scalar": 24},
     ),
     "gemma4": ("gemma4_text", GEMMA4_SIZES | {"num_global_key_value_heads": 2, "attention_k_eq_v": True}),
+    "gemma4-e": (
+        "gemma4_text", GEMMA4_SIZES | {"num_hidden_layers": 8, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+                                       "layer_types": ["sliding_attention", "full_attention"] * 4,
+                                       "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 103},
+    ),
+    "gemma4-a": (
+        "gemma4_text", GEMMA4_SIZES | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+                                       "moe_intermediate_size": 32, "num_global_key_value_heads": 2,
+                                       "attention_k_eq_v": True},
+    ),
     "gemma4_unified": ("gemma4_unified_text", GEMMA4_SIZES),
     "phi3": ("phi3", LLAMA_SIZES | {"sliding_window": 24}),
     "phi3-longrope": (
@@ -269,6 +279,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral4": (
         "mistral4", LATENT_SIZES | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0, "rope_parameters": {
             "llama_4_scaling_beta": 0.4, **YARN_BY_DIM, "original_max_position_embeddings": 16}},
+    ),
+    "llama4": (
+        "llama4_text", LLAMA_SIZES | {"head_dim": 16, "num_hidden_layers": 5, "no_rope_layer_interval": 3,
+                                      "attention_chunk_size": 24, "floor_scale": 16, "intermediate_size": 32,
+                                      "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1,
+                                      "interleave_moe_layer_step": 2},
     ),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,

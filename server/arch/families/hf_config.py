@@ -79,16 +79,17 @@ FIELDS: dict[str, Kind] = {
     for kind, names in (
         (
             SIZE,
-            "block_ff_dim block_multiple_of conv_L_cache d_ff d_kv d_model decoder_sparse_step experts_per_token "
-            "ffn_dim ffn_hidden_size full_attention_interval global_attn_every_n_layers global_head_dim head_dim "
-            "hidden_size intermediate_size kv_channels kv_lora_rank linear_conv_kernel_dim linear_key_head_dim "
-            "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
-            "moe_layer_freq moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner "
-            "n_routed_experts no_rope_layer_interval num_attention_heads num_experts_per_tok "
-            "num_global_key_value_heads num_heads num_key_value_heads num_kv_heads num_local_experts "
-            "padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance "
-            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group v_head_dim "
-            "vocab_size word_embed_proj_dim",
+            "attention_chunk_size block_ff_dim block_multiple_of conv_L_cache d_ff d_kv d_model decoder_sparse_step "
+            "experts_per_token ffn_dim ffn_hidden_size floor_scale full_attention_interval global_attn_every_n_layers "
+            "global_head_dim head_dim hidden_size interleave_moe_layer_step intermediate_size intermediate_size_mlp "
+            "kv_channels kv_lora_rank linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads "
+            "linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k moe_layer_freq "
+            "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
+            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_global_key_value_heads num_heads "
+            "num_key_value_heads num_kv_heads num_local_experts padded_vocab_size q_lora_rank qk_nope_head_dim "
+            "qk_rope_head_dim relative_attention_max_distance relative_attention_num_buckets rotary_dim "
+            "shared_expert_intermediate_size top_k_experts topk_group v_head_dim vocab_size "
+            "vocab_size_per_layer_input word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -97,15 +98,16 @@ FIELDS: dict[str, Kind] = {
         ),
         (
             COUNT,
-            "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
-            "moe_num_shared_experts n_shared_experts num_dense_layers num_experts num_ln_in_parallel_attn "
-            "num_mtp_layers num_nextn_predict_layers num_shared_experts sliding_window",
+            "decoder_start_token_id first_k_dense_replace hidden_size_per_layer_input max_window_layers "
+            "moe_layer_start_index moe_num_experts moe_num_shared_experts n_shared_experts num_dense_layers "
+            "num_experts num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers num_nextn_predict_layers "
+            "num_shared_experts sliding_window",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
             NUMBER,
-            "alibi_bias_max attention_factor clip_qkv llama_4_scaling_beta mscale mscale_all_dim router_jitter_noise "
-            "softmax_scale",
+            "alibi_bias_max attention_factor attn_scale clip_qkv llama_4_scaling_beta mscale mscale_all_dim "
+            "router_jitter_noise softmax_scale",
         ),
         (INDEX, "moe_layer_end_index"),
         (PATTERN, "sliding_window_pattern"),
@@ -122,15 +124,12 @@ FIELDS: dict[str, Kind] = {
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
             "attention_bias attention_k_eq_v attention_out_bias bias block_auto_adjust_ff_dim conv_bias "
-            "do_layer_norm_before enable_bias lm_head_bias mlp_bias multi_query multi_query_attention mup_enabled "
-            "new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm qkv_bias rope_interleave route_norm "
-            "scale_decoder_outputs tie_embedding tie_word_embeddings truncate use_bias "
-            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
+            "do_layer_norm_before enable_bias enable_moe_block lm_head_bias mlp_bias multi_query "
+            "multi_query_attention mup_enabled new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
+            "qkv_bias rope_interleave route_norm scale_decoder_outputs tie_embedding tie_word_embeddings truncate "
+            "use_bias use_double_wide_mlp use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
         ),
-        (
-            FLAG_OR_TEXT,
-            "use_bidirectional_attention",
-        ),
+        (FLAG_OR_TEXT, "use_bidirectional_attention"),
         (
             TEXT,
             "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type "
@@ -141,7 +140,7 @@ FIELDS: dict[str, Kind] = {
             "attn_config full_attention per_layer_config rope_parameters rope_scaling sliding_attention text_config",
         ),
         (TEXTS, "layer_types mlp_layer_types"),
-        (WHOLES, "full_attn_idxs mlp_only_layers no_rope_layers"),
+        (WHOLES, "full_attn_idxs mlp_only_layers moe_layers no_rope_layers"),
         (NUMBERS, "long_factor short_factor"),
     )
     for name in names.split()

@@ -51,6 +51,7 @@ struct Scores {
     const float* bias;    // [N, 2 reach + 1] or null
     long reach;
     const float* sinks;  // [N] or null
+    long chunk;          // a query sees keys from the last multiple of it on; 0: all
 };
 
 template <class E>
@@ -72,6 +73,11 @@ struct Step {
     bool shares;  // whether values are the first numbers of keys
 
     int group() const { return heads / kv_heads; }
+    // The nearest key before a query at `position` that it does not see, as a distance from it.
+    long blind(long position) const {
+        const long before = window ? -window : long(INT32_MIN);
+        return scores.chunk ? max(before, -(position % scores.chunk) - 1) : before;
+    }
     long start(long sequence) const { return starts ? starts[sequence] : sequence; }
     long words() const { return head_dim / PER_WORD<E>; }
     bool has_codes() const { return cache.kind != AS_COMPUTED; }
@@ -304,7 +310,7 @@ float finish_scores(
     const float slope = how.slopes ? how.slopes[place.head] : 0.0f;
     const float* bias = how.bias ? how.bias + place.head * (2 * how.reach + 1) : nullptr;
     const Ints stop = all(int32_t(place.visible - place.position));
-    const Ints start = all(step.window ? int32_t(-step.window) : INT32_MIN);
+    const Ints start = all(int32_t(step.blind(place.position)));
     Floats best = all(NEVER);
     for (int i = 0; i < count; i += LANES) {
         const Ints distance = all(int32_t(first_key + i - place.position)) + iota();
@@ -654,7 +660,7 @@ template <class E>
 Task task_of(const Step<E>& step, int sequence, int kv_head, int first_row, int rows, long first_unit) {
     Task task{sequence, kv_head, first_row, rows, 0, 0, 0, first_unit};
     const Place first = place_of(step, task, 0), last = place_of(step, task, rows - 1);
-    task.first_chunk = step.window ? max(first.position - step.window + 1, 0L) / CHUNK<E> : 0;
+    task.first_chunk = max(first.position + step.blind(first.position) + 1, 0L) / CHUNK<E>;
     task.stop_key = last.visible;
     task.stop_chunk = max((task.stop_key + CHUNK<E> - 1) / CHUNK<E>, task.first_chunk + 1);
     return task;

@@ -32,6 +32,7 @@ class _Scores(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("reach", ctypes.c_long),
         ("sinks", ctypes.c_void_p),
+        ("chunk", ctypes.c_long),
     )
 
 
@@ -64,6 +65,7 @@ class KernelAttention(StoringAttention):
             None if scores.bias is None else self._bias.data_ptr(),
             self._bias.shape[1] // 2,
             None if scores.sinks is None else self._sinks.data_ptr(),
+            scores.chunk,
         )
         self._scores_at = ctypes.addressof(self._scores)
 
@@ -107,6 +109,10 @@ class KernelAttention(StoringAttention):
             rotate(self._kernels, rotation, heads, self._rank)
         self._write(kv, heads[:, -kv.shape[2] :], None, meta)
         return heads[:, : -kv.shape[2]]
+
+    def rotated(self, q: Tensor, rotation: Rotation) -> Tensor:
+        rotate(self._kernels, rotation, q)
+        return q
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         blocks, kv_heads, head_dim = kv.shape[1], kv.shape[2], q.shape[2]

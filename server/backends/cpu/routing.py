@@ -9,7 +9,7 @@ Shapes: T tokens, D model width, E experts, k experts per token.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -38,6 +38,14 @@ class KernelRoutes:
         gather, threads = self.kernels.gather_rows[x.dtype], torch.get_num_threads()
         gather(x.data_ptr(), self.tokens.data_ptr(), out.data_ptr(), *out.shape, threads)
         return out
+
+    def weighed(self, x: Tensor) -> Tensor:
+        weights = torch.empty(len(self.tokens), 1)
+        weights.index_copy_(0, self.places.flatten().long(), self.weights.view(-1, 1))
+        return (self.spread(x) * weights).to(x.dtype)
+
+    def total(self, y: Tensor) -> Tensor:
+        return replace(self, weights=torch.ones_like(self.weights)).combine(y)
 
     def combine(self, y: Tensor) -> Tensor:
         assert y.is_contiguous()

@@ -39,13 +39,18 @@ class PagedAttention:
         store(kv, k, v, meta.slots, format=self._cache)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        return self.attend_rotated(q, kv, None, meta, window)
+
+    def attend_rotated(self, q: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         terms, processors = self._on(q.device)
         if self._scores.rank:
+            assert rotation is None, "keys that are values are rotated where they are written"
             return attend_rows(q, kv, meta, self._scores, processors, self._cache)
         out = q.new_empty(q.shape)
         if meta.num_decodes:
-            decode(q, kv, out, meta, terms, processors, window=window, format=self._cache)
+            decode(q, kv, out, meta, terms, processors, window=window, rotation=rotation, format=self._cache)
         if meta.longest:
+            q = q if rotation is None else rotated(q, rotation, first=meta.num_decodes)
             prefill(q, kv, out, meta, terms, window=window, format=self._cache)
         return out
 

@@ -35,6 +35,13 @@ class StoringAttention(ABC):
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         """See `protocol.Attention`."""
 
+    def attend_rotated(self, q: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        return self.attend(q if rotation is None else self.rotated(q, rotation), kv, meta, window)
+
+    def rotated(self, q: Tensor, rotation: Rotation) -> Tensor:
+        """Queries [T, N, H] rotated, perhaps in place."""
+        return rotate(rotation, q)
+
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         return self.attend(self.rotate_and_write(heads, kv, rotation, meta), kv, meta, window)
 
@@ -73,7 +80,7 @@ class ReferenceAttention(StockAttention):
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
         k, v = self._context(kv, meta, s, *q.shape[1:])
-        distance, hidden = distances(meta, slice(start, stop), len(k), window)  # [n, L]
+        distance, hidden = distances(meta, slice(start, stop), len(k), window, self._scores.chunk)  # [n, L]
         scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scores.scale
         if self._scores.cap:
             scores = self._scores.cap * torch.tanh(scores / self._scores.cap)
@@ -115,7 +122,8 @@ class BatchedAttention(StockAttention):
         kv_heads, length, head_dim = k.shape[1:]
         queries = q[first:last].view(last - first, kv_heads, -1, head_dim)  # [G, K, g, H]
         raw = (queries @ k.transpose(2, 3)).float()  # [G, K, g, L]
-        scores = self._finish(raw.flatten(1, 2).transpose(0, 1), *distances(meta, slice(first, last), length, window))
+        places = distances(meta, slice(first, last), length, window, self._scores.chunk)
+        scores = self._finish(raw.flatten(1, 2).transpose(0, 1), *places)
         weights = _weights(self._scores, scores).transpose(0, 1).unflatten(1, (kv_heads, -1))
         return (weights.to(q.dtype) @ v).view(last - first, -1, v.shape[-1])
 
@@ -124,7 +132,7 @@ class BatchedAttention(StockAttention):
         start, stop = meta.query_starts[s : s + 2]
         k, v = self._gather(q, kv, meta.block_tables[s : s + 1], meta.context_lengths[s])  # [1, K, L, H]
         queries = q[start:stop].transpose(0, 1)  # [N, n, H]
-        distance, hidden = distances(meta, slice(start, stop), k.shape[2], window)  # [n, L]
+        distance, hidden = distances(meta, slice(start, stop), k.shape[2], window, self._scores.chunk)  # [n, L]
         if self._scores.cap or self._scores.sinks is not None:  # which the fused operator has not
             grouped = queries.view(k.shape[1], -1, *queries.shape[1:])  # [K, g, n, H]
             raw = (grouped @ k[0].transpose(1, 2).unsqueeze(1)).float()  # [K, g, n, L]
@@ -184,14 +192,16 @@ def rotate(rotation: Rotation, x: Tensor, first: int = 0) -> Tensor:
     return torch.cat([x[..., :first], turned.to(x.dtype), x[..., first + 2 * half :]], dim=-1)
 
 
-def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:
+def distances(meta: StepMeta, tokens: slice, length: int, window: int, chunk: int) -> tuple[Tensor, Tensor]:
     """How far keys 0 … length-1 are from the step's `tokens` (key minus query), and which they must not see.
 
-    Both [n, length]: hidden are keys that are not visible, and those before the window.
+    Both [n, length]: hidden are keys that are not visible, and those before the window or the query's chunk.
     """
-    keys = torch.arange(length, device=meta.positions.device)
-    distance = keys - meta.positions[tokens].unsqueeze(1)
+    keys, positions = torch.arange(length, device=meta.positions.device), meta.positions[tokens].unsqueeze(1)
+    distance = keys - positions
     hidden = keys >= meta.visible[tokens].unsqueeze(1)
+    if chunk:
+        hidden |= keys < positions - positions % chunk
     return distance, hidden | (distance <= -window) if window else hidden
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -183,6 +183,12 @@ class StockRoutes:
 
     def spread(self, x: Tensor) -> Tensor:
         return x.index_select(0, self.tokens)
+
+    def weighed(self, x: Tensor) -> Tensor:
+        return self.spread(x) * self.weights.flatten().index_select(0, self.order).unsqueeze(1)
+
+    def total(self, y: Tensor) -> Tensor:
+        return replace(self, weights=torch.ones_like(self.weights)).combine(y)
 
     def combine(self, y: Tensor) -> Tensor:
         pairs = torch.empty_like(y).index_copy_(0, self.order, y).view(*self.weights.shape, -1)

@@ -24,14 +24,17 @@ def choose(logits: Tensor, top_k: int, rule: RouterRule, *, renormalise: bool) -
     if rule.scoring is Scoring.SPARSE_MIXER:
         return _mix(logits, top_k, rule.tolerance)
     scores = sigmoid(logits) if rule.scoring is Scoring.SIGMOID else logits.softmax(dim=-1)
-    wanted = scores if rule.bias is None else scores + rule.bias
+    # The sigmoids of large logits may be rounded to the same: alone, they are ordered by their logits.
+    is_plain = rule.scoring is Scoring.SIGMOID and rule.top_groups == rule.num_groups
+    wanted = scores + rule.bias if rule.bias is not None else logits if is_plain else scores
     if rule.top_groups < rule.num_groups:
         wanted = _of_best_groups(wanted, rule)
     chosen = wanted.topk(top_k, dim=-1).indices
     weights = scores.gather(1, chosen)
     if renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
-    return weights * rule.scale, chosen
+    scale = rule.scale if rule.expert_scales is None else rule.scale * rule.expert_scales[chosen]
+    return weights * scale, chosen
 
 
 def _of_best_groups(wanted: Tensor, rule: RouterRule) -> Tensor:

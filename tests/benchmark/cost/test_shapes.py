@@ -18,6 +18,7 @@ from server.quantisation.kv import KV_FORMATS
 from server.ranks.collectives import Shard
 from server.stepping.cache import KVShape
 from tests.running import ROOT
+from tests.server import tiny
 
 # (layers, head) in billions of parameters, KV bytes of a token in 16 bits.
 SIZES = {
@@ -82,6 +83,17 @@ def test_parameters_are_counted_as_transformers_counts_them(
 ) -> None:
     shape = shapes.from_config(model.config.to_dict())
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.total_parameters
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-e", "gemma4-a", "llama4"])
+def test_parts_that_few_families_have_are_counted(case: str, tmp_path: Path) -> None:
+    model = tiny.save_tiny(case, tmp_path)
+    scales = sum(name.endswith("layer_scalar") for name, _ in model.named_buffers())
+    shape = shapes.from_config(json.loads((tmp_path / "config.json").read_text()))
+    assert scales + sum(parameter.numel() for parameter in model.parameters()) == shape.total_parameters
+    parts = shape.stages(2)
+    assert shape.total_parameters + shape.head_parameters == sum(part.total_parameters for part in parts)
+    assert shape.kv_bytes_per_token("float16") == sum(part.kv_bytes_per_token("float16") for part in parts)
 
 
 def test_a_mixture_of_experts_reads_the_experts_of_a_token() -> None:

@@ -34,3 +34,9 @@ def test_no_other_way_is_cheaper_and_every_layer_is_somewhere(layers: list[float
     ways = ([*inner, len(layers)] for inner in combinations(range(1, len(layers)), count - 1))
     found = dearest(layers, head, [stage.layers.stop for stage in stages])
     assert found == min(dearest(layers, head, ends) for ends in ways)
+
+
+def test_a_layer_is_in_one_stage_with_that_whose_keys_it_uses() -> None:
+    assert [range(2), range(2, 6)] == [stage.layers for stage in cut([1.0] * 6, head=1.0, count=2, bound={3, 4, 5})]
+    with pytest.raises(ValueError, match=r"6 layers, of which 3 belong to those before them.*use .* 3 or less"):
+        cut([1.0] * 6, head=1.0, count=4, bound={3, 4, 5})

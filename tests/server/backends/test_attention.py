@@ -58,6 +58,7 @@ SCORES = {
     "cap": Scores(0.3, cap=2.0),
     "alibi and cap": Scores(0.3, tuple(alibi_slopes(8, Alibi())), 2.0),
     "sinks": Scores(0.3, sinks=torch.linspace(-3, 5, 8)),
+    "chunks": Scores(0.3, chunk=24),
 }
 
 
@@ -124,3 +125,11 @@ def test_groups_cover_every_decode_once_within_the_bound() -> None:
     groups = list(_groups(meta))
     assert [i for first, last in groups for i in range(first, last)] == list(range(len(lengths)))
     assert all(last - first == 1 or max(lengths[first:last]) * (last - first) <= 16384 for first, last in groups)
+
+
+def test_a_query_sees_its_own_chunk_alone() -> None:
+    meta, kv = step_of([(8, 8)], 4, seed=0), torch.zeros(2, 4, 1, BLOCK_SIZE, 1)
+    attention = ReferenceAttention(Scores(1.0, chunk=3))
+    attention.write(kv, torch.zeros(8, 1, 1), torch.arange(8.0).view(8, 1, 1), meta)
+    seen = attention.attend(torch.zeros(8, 1, 1), kv, meta, 0).flatten().tolist()
+    assert [0, 0.5, 1, 3, 3.5, 4, 6, 6.5] == seen  # the means of the values 0 … 2, 3 … 5 and 6 … 7 so far

@@ -34,6 +34,13 @@ VISION_MODELS = (
     ("mistral3", "mistral4", "mistral4", ("", "language_model."), ("vision_tower.patch_embed.proj",)),
     ("gemma4", "gemma4_text", "gemma4", ("model.", "model.language_model."), OF_GEMMA),
     ("gemma4_unified", "gemma4_unified_text", "gemma4_unified", ("model.", "model.language_model."), OF_GEMMA),
+    (
+        "llama4",
+        "llama4_text",
+        "llama4",
+        ("", "language_model."),
+        ("vision_model.patch_embedding.linear", "multi_modal_projector.linear_1"),
+    ),
 )
 LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
 WAYS = ("reference", "kernels")

@@ -3,11 +3,11 @@
 `real_shapes/*.json` hold a checkpoint's config.json as published, how many parameters its model card names, and the
 names and shapes of its tensors as the headers of its files have them: `{i}` for the layer, `{d}` for one of the first,
 `dense`, ones, `{m}` for one of the others, `{n}` for one behind the last, `{f}` for each fourth, which attends, where
-the others, `{r}`, are recurrent, `{s}`, `{a}` and `{p}` for layers that `numbers` lists, and `{e}` for the expert; what
-is stored and never used is apart. A rank alone, and every rank of the largest world size that the model allows, load
-through the same code as in production; only the files are replaced, and those remember which part of which tensor was
-asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover each tensor once, and
-what a rank would read. Left out: contents (`test_families.py`)."""
+the others, `{r}`, are recurrent, and `{e}` for the expert; `numbers` has others, of models whose layers repeat after
+`period` of them. What is stored and never used is apart. A rank alone, and every rank of the largest world size that
+the model allows, load through the same code as in production; only the files are replaced, and those remember which
+part of which tensor was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks cover
+each tensor once, and what a rank would read. Left out: contents (`test_families.py`)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ from server.arch.spec import (
     Alibi,
     ArchSpec,
     Bucketed,
+    LayerSpec,
     Learned,
     Llama3Scaling,
     LongScaling,
     Position,
+    ProportionalScaling,
     Rope,
     YarnScaling,
     validate,
@@ -76,6 +78,7 @@ class Expected(NamedTuple):
 
 
 EVERY, UP_TO_4 = (1, 2, 4, 8), (1, 2, 4)
+OF_GEMMA_4 = Rope(1000000.0, 512, scaling=ProportionalScaling(64))
 OF_GPT_OSS = Rope(150000.0, 64, scaling=YarnScaling(32.0, 4096, truncate=False, magnitude=0.1 * math.log(32) + 1))
 OF_DEEPSEEK = YarnScaling(40.0, 4096, magnitude=1.0)
 EXPECTED = {
@@ -98,6 +101,10 @@ EXPECTED = {
     "flan-t5-xl": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "gemma-2-9b": Expected(EVERY, Rope(10000.0, 256), (21, 4096)),
     "gemma-3-1b": Expected(UP_TO_4, Rope(10000.0, 256), (22, 512)),  # 4 heads
+    "gemma-4-26b-a4b": Expected(EVERY, OF_GEMMA_4, (25, 1024)),
+    "gemma-4-31b": Expected(EVERY, OF_GEMMA_4, (50, 1024)),
+    "gemma-4-e2b": Expected(EVERY, OF_GEMMA_4, (28, 512)),
+    "gemma-4-e4b": Expected(EVERY, OF_GEMMA_4, (35, 512)),
     "gemma-7b": Expected(EVERY, Rope(10000.0, 256)),
     "glm-4-9b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
     "glm-4-9b-0414": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
@@ -116,6 +123,8 @@ EXPECTED = {
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+    "llama-4-maverick": Expected(EVERY, None),
+    "llama-4-scout": Expected(EVERY, None),
     "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "minimax-m2": Expected(EVERY, Rope(5000000.0, 64)),
     "ministral-3-8b": Expected(EVERY, Rope(1000000.0, 128, scaling=YarnScaling(16.0, 16384, magnitude=1.0))),
@@ -155,7 +164,9 @@ EXPECTED = {
 REPLICATED = re.compile(
     r"e_score_correction_bias$|expert_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
     r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
-    r"|\.(q_a_proj|kv_a_proj_with_mqa)\.weight$|\.mlp\.router\.|\.down_proj_bias$"
+    r"|\.(q_a_proj|kv_a_proj_with_mqa)\.weight$"
+    r"|\.(mlp|feed_forward)\.router\.|\.down_proj_bias$|\.layer_scalar$|\.router\.(proj|scale|per_expert_scale)"
+    r"|\.per_layer_(input_gate|projection|model_projection)\."
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
 ROW_NORM = re.compile(r"\.[qk]_norm\.")
@@ -178,11 +189,16 @@ class Published:
         """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
-        per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search("{[imrfsap]}", p))
+        own = {key.strip("{}"): among for key, among in fixture.get("numbers", {}).items()}
+        letters = "imrf" + "".join(own)
+        per_layer = sum(
+            len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search(f"{{[{letters}]}}", p)
+        )
         is_hybrid = any(re.search("{[fs]}", pattern) for pattern in fixture["tensors"])
-        dense = fixture.get("dense", 0)
+        dense, period = fixture.get("dense", 0), fixture.get("period", 1)
         least = max(4 if is_hybrid else 2, 1 + dense if any("{m}" in pattern for pattern in fixture["tensors"]) else 0)
-        layers = range(fixture["layers"])[: max(least, most_tensors // per_layer)]
+        count = max(least, period, most_tensors // per_layer // period * period)
+        layers = range(fixture["layers"])[:count]
         config = fixture["config"].get("text_config", fixture["config"])
         config |= {key: len(layers) for key in NUMS_LAYERS if key in config}
         config |= {key: config[key][: len(layers)] for key in BY_LAYER & set(config)}
@@ -190,8 +206,7 @@ class Published:
         attending = layers[3::4]
         numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
         numbers |= {"{f}": attending, "{r}": [i for i in layers if i not in attending]}
-        listed = fixture.get("numbers", {}).items()
-        numbers |= {f"{{{letter}}}": [i for i in among if i in layers] for letter, among in listed}
+        numbers |= {f"{{{letter}}}": [i for i in among if i in layers] for letter, among in own.items()}
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {
@@ -298,7 +313,7 @@ def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:
 
 def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
     """How many ranks hold an element of a tensor: one, or all, or those that share a key-value head."""
-    sharers = max(1, world_size // spec.num_kv_heads)
+    sharers = max(1, world_size // spec.kv_heads(layer_of(name, spec)).count)
     if UNUSED_ROWS.search(name):
         return {0, world_size}
     if spec.qk_row_norm and ROW_NORM.search(name):
@@ -312,13 +327,21 @@ def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
     return {1, sharers} if FUSED.search(name) else {1}
 
 
+def layer_of(name: str, spec: ArchSpec) -> LayerSpec:
+    """The layer that a tensor is of; any, where it is of none."""
+    found = re.search(r"\.(\d+)\.", name)
+    return spec.layers[min(int(found[1]) if found else 0, spec.num_layers - 1)]
+
+
 def allowed_bytes(published: Published, spec: ArchSpec, world_size: int) -> float:
     """A rank's share of what is split, all of what is replicated, and 5 %."""
     replicated = sum(math.prod(shape) for name, shape in published.used.items() if REPLICATED.search(name))
     split = sum(math.prod(shape) for shape in published.used.values()) - replicated
-    if spec.num_kv_heads < world_size and spec.layers[0].latent is None:
-        one_head = 2 * spec.head_dim * (spec.hidden_size + spec.qkv_bias) * spec.num_layers  # its keys and values
-        split, replicated = split - spec.num_kv_heads * one_head, replicated + one_head
+    for layer in spec.layers:
+        heads = spec.kv_heads(layer)
+        if heads.count < world_size and spec.cached(layer) and layer.latent is None:
+            one = (2 - layer.keys_are_values) * heads.dim * (spec.hidden_size + spec.qkv_bias)  # keys and values
+            split, replicated = split - heads.count * one, replicated + one
     return 1.05 * DTYPE.itemsize * (split / world_size + replicated)
 
 

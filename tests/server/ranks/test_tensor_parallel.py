@@ -34,6 +34,7 @@ CASES_OF = {
         "glm4_moe",  # experts that all tokens share, groups of experts
         "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
         "deepseek_v3",  # keys and values compressed on every rank, heads that each rank makes of them
+        "gemma4",  # 4 kv heads in some layers and 2 in others, values that are keys
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
@@ -43,6 +44,7 @@ CASES_OF = {
         "qwen3_next",  # recurrent heads in fused tensors, one head of keys for each rank
         "deepseek_v2-lite",  # one head for each rank, queries that are not compressed
         "lfm2",  # channels of short convolutions, with biases
+        "gemma4-e",  # keys and values of earlier layers, a second table of words
         "t5",  # an encoder, biases by distance
         "olmo2",  # norms over heads of all ranks, 4 kv heads, each for two ranks
     ],

@@ -1,19 +1,50 @@
 """Gemma 4 (Gemma Team 2026): Gemma 3's wiring and windows, where layers that see everything have heads of another size.
 
 Those turn a part of each head alone, and in some models their values are their keys. Values are normalised, and each
-layer multiplies what leaves it.
+layer multiplies what leaves it. In E2B and E4B the upper layers use the keys and values of the last ones of their kind
+below them, and every layer is given inputs of its own. 26B-A4B has experts beside the mlp of each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from server.arch.families import gemma
 from server.arch.families.hf_config import Config, checked, head_dim, layer_types, rope, windowed
-from server.arch.spec import ArchSpec, KvHeads, LayerSpec, Residual, RmsNormSpec, Rope
+from server.arch.names import FusedRows
+from server.arch.spec import ArchSpec, Gated, KvHeads, LayerSpec, Mlp, Moe, PerLayerInputs, Residual, RmsNormSpec, Rope
 
-NAMES = replace(gemma.NAMES_OF_3, roles={**gemma.NAMES_OF_3.roles, "layer_scale": "layers.{i}.layer_scalar"})
+NAMES = replace(
+    gemma.NAMES_OF_3,
+    roles={
+        **gemma.NAMES_OF_3.roles,
+        "layer_scale": "layers.{i}.layer_scalar",
+        "per_layer_embed": "embed_tokens_per_layer",
+        "per_layer_in": "per_layer_model_projection",
+        "per_layer_in_norm": "per_layer_projection_norm",
+        "per_layer_gate": "layers.{i}.per_layer_input_gate",
+        "per_layer_out": "layers.{i}.per_layer_projection",
+        "per_layer_post_norm": "layers.{i}.post_per_layer_input_norm",
+        "router": "layers.{i}.router.proj",
+        "router_norm": "layers.{i}.router.scale",
+        "expert_scale": "layers.{i}.router.per_expert_scale",
+        "expert_norm": "layers.{i}.pre_feedforward_layernorm_2",
+        "expert_post_norm": "layers.{i}.post_feedforward_layernorm_2",
+        "shared_post_norm": "layers.{i}.post_feedforward_layernorm_1",
+        "shared_gate": "layers.{i}.mlp.gate_proj",
+        "shared_up": "layers.{i}.mlp.up_proj",
+        "shared_down": "layers.{i}.mlp.down_proj",
+        "expert_gate": "layers.{i}.experts.{e}.gate_proj",
+        "expert_up": "layers.{i}.experts.{e}.up_proj",
+        "expert_down": "layers.{i}.experts.{e}.down_proj",
+    },
+    fused_experts={
+        "expert_gate": FusedRows("layers.{i}.experts.gate_up_proj", 0, 2),
+        "expert_up": FusedRows("layers.{i}.experts.gate_up_proj", 1, 2),
+        "expert_down": FusedRows("layers.{i}.experts.down_proj"),
+    },
+)
 ROTATIONS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
@@ -28,17 +59,38 @@ def spec(config: Config) -> ArchSpec:
     base = gemma.spec(config)
     types = _types(config, base.num_layers)
     base = windowed(base, {**config, "layer_types": types}, lambda i: False)
-    layers = tuple(_layer(config, i, layer) for i, layer in enumerate(base.layers))
+    layers = shared(config, types, [_layer(config, i, layer) for i, layer in enumerate(base.layers)])
+    width = config.get("hidden_size_per_layer_input", 256)
+    inputs = PerLayerInputs(width, config.get("vocab_size_per_layer_input", 262144), layers[0].mlp.activation)
+    if config.get("enable_moe_block"):
+        moe = _mixture(config, layers[0].mlp)
+        layers = tuple(replace(layer, mlp=moe) for layer in layers)
     return replace(
         base,
         norm=RmsNormSpec(config["rms_norm_eps"]),
-        residual=Residual.SANDWICH,
+        residual=Residual.SANDWICH_MIXED if config.get("enable_moe_block") else Residual.SANDWICH,
         layers=layers,
         qk_norm=True,
         v_norm=True,
         scale=1.0,
         logit_cap=config.get("final_logit_softcapping") or 0.0,
+        per_layer_inputs=inputs if width else None,
         layer_scale=True,
+    )
+
+
+def _mixture(config: Config, beside: Mlp) -> Moe:
+    if not isinstance(beside, Gated) or config.get("num_kv_shared_layers"):
+        raise ValueError("config.json says enable_moe_block and num_kv_shared_layers, which are not served together")
+    return Moe(
+        num_experts=config["num_experts"],
+        top_k=config["top_k_experts"],
+        width=config["moe_intermediate_size"],
+        activation=beside.activation,
+        renormalise=True,
+        expert_scale=True,
+        router_norm=True,
+        shared_width=beside.width,
     )
 
 
@@ -51,6 +103,23 @@ def _types(config: Config, count: int) -> list[str]:
     """Five layers with a window to each without one, if config.json does not say; the last one never has one."""
     usual = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
     return [*layer_types(config, usual)[:-1], "full_attention"]
+
+
+def shared(config: Config, types: Sequence[str], layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The same where the upper layers use keys and values of the last of their type below, perhaps with wider mlps."""
+    first = len(layers) - config.get("num_kv_shared_layers", 0)
+    last = {kind: i for i, kind in enumerate(types[: max(first, 0)])}
+    if missing := set(types[max(first, 0) :]) - set(last):
+        raise ValueError(
+            f"config.json has no layer of the type {min(missing)!r} whose keys and values others could use"
+        )
+    wider = 2 if config.get("use_double_wide_mlp") else 1
+    return tuple(
+        replace(layer, kv_from=i - last[kind], mlp=replace(layer.mlp, width=wider * layer.mlp.width))
+        if i >= first
+        else layer
+        for i, (kind, layer) in enumerate(zip(types, layers, strict=True))
+    )
 
 
 def _layer(config: Config, index: int, layer: LayerSpec) -> LayerSpec:

@@ -31,12 +31,13 @@ class ScoreTerms:
     slopes: Tensor | None  # [N] float32
     bias: Tensor | None  # [N, 2 D + 1] float32
     sinks: Tensor | None  # [N] float32
+    chunk: int  # see `Scores`
 
     @property
     def constants(self) -> dict[str, float | int]:
         """What a kernel is compiled for."""
         reach = 0 if self.bias is None else self.bias.shape[1] // 2
-        return {"SCALE": self.scale, "CAP": self.cap, "REACH": reach}
+        return {"SCALE": self.scale, "CAP": self.cap, "REACH": reach, "CHUNK": self.chunk}
 
 
 def score_terms(scores: Scores, device: torch.device) -> ScoreTerms:
@@ -44,7 +45,7 @@ def score_terms(scores: Scores, device: torch.device) -> ScoreTerms:
     slopes = torch.tensor(scores.slopes, device=device) * LOG2_E.value if scores.slopes else None
     bias = None if scores.bias is None else scores.bias.to(device, torch.float32).contiguous() * LOG2_E.value
     sinks = None if scores.sinks is None else scores.sinks.to(device, torch.float32) * LOG2_E.value
-    return ScoreTerms(scores.scale, scores.cap, slopes, bias, sinks)
+    return ScoreTerms(scores.scale, scores.cap, slopes, bias, sinks, scores.chunk)
 
 
 def padded(head_dim: int) -> int:

@@ -67,6 +67,7 @@ def decode(
     rows = 1 if group == 1 else min(max(triton.next_power_of_2(group), MIN_GROUP_ROWS), MAX_GROUP_ROWS)
     tile_bytes = HEAD_TILE_BYTES if group == 1 else GROUP_TILE_BYTES
     tile = min(tile_bytes // (padded(head_dim) * qkv.element_size()), MAX_TILE)
+    tile = tile if group == 1 else max(tile, MIN_GROUP_ROWS)  # no fewer keys fill the matrix units either
     programs = kv_heads * triton.cdiv(group, rows)
     longest = meta.block_tables.shape[1] * stored.block_size
     splits = choose_splits(sequences * programs, processors.count, triton.cdiv(longest, tile), rows)

@@ -57,6 +57,7 @@ def decode_group(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     REACH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """One split of ROWS heads that share a kv head. Of the programs of one kv head, the first stores."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -66,7 +67,7 @@ def decode_group(
     position = tl.load(positions + sequence).to(tl.int32)
     reach = tl.load(visible + sequence).to(tl.int32)
     stored = tl.maximum(reach - 1, 0) if IS_NEW else reach
-    first, last = keys_of_split(position, stored, WINDOW, TILE)
+    first, last = keys_of_split(position, stored, WINDOW, CHUNK, TILE)
     table = tables + sequence * table_stride
     keys = first + tl.arange(0, TILE)
     blocks = load_blocks(table, keys, keys < last, BLOCK_SIZE)

@@ -63,13 +63,14 @@ def decode_head(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     REACH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """One split of one head that has its kv head for itself; every row of the tile has its own running softmax."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + sequence).to(tl.int32)
     reach = tl.load(visible + sequence).to(tl.int32)
     stored = tl.maximum(reach - 1, 0) if IS_NEW else reach
-    first, last = keys_of_split(position, stored, WINDOW, TILE)
+    first, last = keys_of_split(position, stored, WINDOW, CHUNK, TILE)
     table = tables + sequence * table_stride
     keys = first + tl.arange(0, TILE)
     blocks = load_blocks(table, keys, keys < last, BLOCK_SIZE)

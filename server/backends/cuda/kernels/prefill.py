@@ -32,14 +32,15 @@ class Tiles:
     stages: int  # of the compiler's pipeline
 
 
-WIDE = 128  # padded head dim beyond which a program's running sums fill its registers
-# By bytes of an element, and whether heads are wider than WIDE. The list of blocks takes every other stage of the
-# pipeline, so that 5 of them load 2 tiles ahead. Exact float32 products leave the matrix units unused: those are small.
+# By bytes of an element and the most features of a padded head: wide ones fill registers and shared memory. The list of
+# blocks takes every other stage of the pipeline, so that 5 of them load 2 tiles ahead, and 3 one. Exact float32
+# products leave the matrix units unused: those are small.
 TILES = {
-    (2, False): Tiles(queries=128, keys=64, warps=8, stages=5),
-    (2, True): Tiles(queries=128, keys=32, warps=8, stages=5),
-    (4, False): Tiles(queries=16, keys=32, warps=4, stages=1),
-    (4, True): Tiles(queries=16, keys=16, warps=4, stages=1),
+    (2, 128): Tiles(queries=128, keys=64, warps=8, stages=5),
+    (2, 256): Tiles(queries=128, keys=32, warps=8, stages=5),
+    (2, 512): Tiles(queries=64, keys=32, warps=8, stages=3),
+    (4, 128): Tiles(queries=16, keys=32, warps=4, stages=1),
+    (4, 512): Tiles(queries=16, keys=16, warps=4, stages=1),
 }
 
 
@@ -57,7 +58,9 @@ def prefill(
     heads, head_dim = q.shape[1:]
     stored = Stored.of(kv, format)
     assert q.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
-    tiles = TILES[q.element_size(), padded(head_dim) > WIDE]
+    tiles = next(
+        tiles for (size, most), tiles in TILES.items() if size == q.element_size() and padded(head_dim) <= most
+    )
     chunks = len(meta.block_tables) - meta.num_decodes
     _prefill[(triton.cdiv(meta.longest, tiles.queries), heads, chunks)](
         q,
@@ -123,6 +126,7 @@ def _prefill(
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     REACH: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """One tile of one sequence's queries, one head. The last tile first: it sees the most keys."""
     sequence, head = num_decodes + tl.program_id(2), tl.program_id(1)
@@ -140,9 +144,12 @@ def _prefill(
     row = tokens[:, None].to(tl.int64)
     queries = tl.load(q + row * q_stride + head * HEAD_DIM + features, mask=asked_features, other=0.0)
     first = 0
-    if WINDOW:
+    if WINDOW or CHUNK:
         earliest = tl.min(tl.where(asked, position, 2147483647), axis=0)
-        first = tl.maximum(earliest + 1 - WINDOW, 0)
+        if WINDOW:
+            first = tl.maximum(earliest + 1 - WINDOW, 0)
+        if CHUNK:
+            first = tl.maximum(first, earliest - earliest % CHUNK)
     last = tl.max(reach, axis=0)
     table = tables + sequence.to(tl.int64) * table_stride
     best = tl.full([QUERIES], LOWEST, tl.float32)
@@ -169,6 +176,8 @@ def _prefill(
         seen = keys[None, :] < reach[:, None]
         if WINDOW:
             seen = seen & (distance > -WINDOW)
+        if CHUNK:
+            seen = seen & (keys[None, :] >= (position - position % CHUNK)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         kept, weights = tl.exp2(best - new_best), tl.exp2(scores - new_best[:, None])

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 """How tokens find their experts and come back from them, on an NVIDIA GPU: three Triton kernels.
 
-* `_choose`: each token's scores of the experts, its k best and their weights; groups and sparse mixers are left to
-  stock operators;
+* `_choose`: each token's scores of the experts, its k best and their weights; groups, sparse mixers and scales of
+  experts are left to stock operators;
 * `_group`: where each pair of a token and an expert stands when pairs are sorted by expert. A sort would take three
   kernels and more; here every expert counts the pairs before its own, which are few;
 * `_weigh`: the weighted sum of what a token's experts made of it, in float32 and rounded once.
@@ -15,7 +15,7 @@ Shapes: T tokens, D model width, E experts, k experts per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -45,6 +45,14 @@ class FusedRoutes:
     def spread(self, x: Tensor) -> Tensor:
         return x.index_select(0, self.tokens)
 
+    def weighed(self, x: Tensor) -> Tensor:
+        weights = torch.empty_like(self.weights).view(-1, 1)
+        weights.index_copy_(0, self.places.flatten().long(), self.weights.view(-1, 1))
+        return (self.spread(x) * weights).to(x.dtype)
+
+    def total(self, y: Tensor) -> Tensor:
+        return replace(self, weights=torch.ones_like(self.weights)).combine(y)
+
     def combine(self, y: Tensor) -> Tensor:
         assert y.is_contiguous()
         (tokens, top_k), width = self.weights.shape, y.shape[1]
@@ -66,7 +74,8 @@ class FusedRouting:
 
     def choose(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         logits, rule = router.finest(x, bias), self.rule
-        if rule.scoring is Scoring.SPARSE_MIXER or rule.top_groups < rule.num_groups:
+        has_own_scales = rule.expert_scales is not None
+        if rule.scoring is Scoring.SPARSE_MIXER or rule.top_groups < rule.num_groups or has_own_scales:
             weights, chosen = stock.choose(logits.float(), self.top_k, rule, renormalise=self.renormalise)
             return weights, chosen.int()
         weights = logits.new_empty(len(x), self.top_k, dtype=torch.float32)

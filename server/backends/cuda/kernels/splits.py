@@ -67,11 +67,13 @@ def combined_at_once(members: int, head_pad: int) -> int:
 
 
 @triton.jit
-def keys_of_split(position, visible, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def keys_of_split(position, visible, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
     """Half-open range of this program's keys, whole tiles but for the sequence's last; empty beyond the last."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(position + 1 - WINDOW, 0)
+    if CHUNK:
+        begin = tl.maximum(begin, position - position % CHUNK)
     size = tl.cdiv(tl.cdiv(visible - begin, TILE), tl.num_programs(2)) * TILE
     first = begin + tl.program_id(2) * size
     return first, tl.minimum(first + size, visible)

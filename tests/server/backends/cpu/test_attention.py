@@ -41,6 +41,7 @@ SCORES = {
     "bias": Scores(0.3, bias=random(8, 41)),
     "sinks": Scores(0.3, sinks=torch.tensor([-200.0, -3.0, 0.0, 1.0, 2.0, 5.0, 20.0, 200.0])),
     "alibi and cap": Scores(0.3, SLOPES, 2.0),
+    "chunks": Scores(0.3, chunk=72),
 }
 STEPS = {
     "one decode": [(1, 1)],

@@ -34,6 +34,7 @@ from tests.server.backends.cuda.kernel_cases import (
     Case,
     LatentCase,
     all_terms,
+    chunked,
     in_suite,
     learned,
     norms,
@@ -104,6 +105,8 @@ REST = [
     Case([*RAGGED, (60, 20)], (12, 12), 64, sinking, processors=MANY_SPLITS),
     Case(RAGGED, (12, 12), 64, learned),
     Case(RAGGED, (8, 4), 256, all_terms, 4096, MANY_SPLITS),
+    Case([*RAGGED, (60, 20)], (32, 4), 512, chunked, processors=MANY_SPLITS, rotation=(256, HALVES)),
+    Case([*RAGGED, (60, 20)], (8, 8), 512, chunked, processors=MANY_SPLITS, rotation=(256, HALVES)),
 ]
 
 

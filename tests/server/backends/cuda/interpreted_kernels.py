@@ -51,7 +51,9 @@ IN_SUITE = [
     "decode, shared kv heads, split",
     "decode, shared kv heads, rotated pairs",
     "decode, and with them split",
+    "decode, shared kv heads of 512 in chunks, split",
     "a prompt behind a cached prefix",
+    "a chunk in chunks",
     "a chunk with heads of 256",
     "a chunk in a window with sinks",
     "encoder in a window",
@@ -68,6 +70,8 @@ IN_16_BITS = [
     "decode, and with them split",
     "a chunk in a window",
     "a chunk with heads of 256",
+    "decode, shared kv heads of 512 in chunks, split",
+    "a chunk with heads of 512",
 ]
 QUANTISED = [format for format in KV_FORMATS.values() if format != AS_COMPUTED]
 SCALED = Float8E4M3((0.25, 3.0))
@@ -212,6 +216,7 @@ def test_the_gated_delta_rule_equals_the_operators(dtype: torch.dtype) -> None:
 # Normalised summands, windows and capped scores; biased sums, layer norms and ALiBi; gates, rotations and norms of
 # heads; heads that are rotated in part, and parallel branches; experts; sinks; codes. Few layers and heads of each: the
 # interpreter takes seconds for one. The suite has BLOOM in `test_host_sums.py`, experts in `interpreted_quantised.py`.
+GEMMA4_TYPES = ["sliding_attention", "full_attention"] * 2
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"num_hidden_layers": 2}, "auto"),
     ("llama", {"num_hidden_layers": 1}, "int8"),
@@ -228,6 +233,9 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("olmo2", {"num_hidden_layers": 2}, "auto"),  # norms of rows and of outputs
     ("hunyuan_v1_dense", {"num_hidden_layers": 2}, "auto"),  # norms behind the rotation
     ("ministral3", {"num_hidden_layers": 2}, "auto"),  # queries that grow
+    ("gemma4-e", {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": GEMMA4_TYPES}, "auto"),
+    ("gemma4-a", {"num_hidden_layers": 2, "layer_types": GEMMA4_TYPES[:2]}, "auto"),
+    ("llama4", {"num_hidden_layers": 3}, "auto"),
 ]
 
 

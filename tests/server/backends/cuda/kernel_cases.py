@@ -111,6 +111,10 @@ def sinking(num_heads: int) -> Scores:
     return Scores(0.1, sinks=torch.linspace(-3, 5, num_heads))
 
 
+def chunked(num_heads: int) -> Scores:
+    return Scores(0.1, chunk=48)
+
+
 def all_terms(num_heads: int) -> Scores:
     return replace(alibi(num_heads), cap=2.0)
 
@@ -183,6 +187,11 @@ CASES = {
         LONG, (14, 2), 112, rotation=(56, HALVES), processors=MANY_SPLITS
     ),
     "decode, shared kv heads of 256, split": Case(LONG, (4, 2), 256, capped, 70, MANY_SPLITS),
+    "decode, in chunks": Case(RAGGED, (2, 2), 64, chunked, 20),
+    "decode, heads of 512": Case(RAGGED, (2, 2), 512, rotation=(256, HALVES)),
+    "decode, shared kv heads of 512 in chunks, split": Case(
+        LONG, (8, 2), 512, chunked, processors=MANY_SPLITS, rotation=(256, HALVES)
+    ),
     "decode, shared kv heads, learned bias": Case(RAGGED, (4, 2), 64, learned),
     "decode, one kv head for sixteen, split": Case(LONG, (16, 1), 64, alibi, processors=MANY_SPLITS),
     "decode, more heads to a kv head than a program takes": Case([(40, 1)], (71, 1), 64, rotation=(32, HALVES)),
@@ -193,6 +202,8 @@ CASES = {
     "a chunk in a window with sinks": Case([(150, 60)], (4, 2), 64, sinking, 20),
     "a chunk in a window": Case([(150, 60)], (2, 1), 128, alibi, 20),
     "a chunk with heads of 256": Case([(70, 40)], (2, 1), 256, capped, 30),
+    "a chunk in chunks": Case([(150, 60), (48, 5)], (4, 2), 64, chunked),
+    "a chunk with heads of 512": Case([(70, 40)], (2, 1), 512, chunked, 30),
     "encoder": Case([(40, 40), (17, 17)], (2, 2), 64, learned, is_causal=False),
     "encoder in a window": Case([(40, 40), (17, 17)], (2, 2), 64, plain, 10, is_causal=False),
     "decodes, a chunk and a fresh prompt": Case([(3, 1), (120, 1), (60, 20), (31, 31)], (4, 2), 64, all_terms),
