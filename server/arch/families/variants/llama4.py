@@ -13,6 +13,7 @@ from server.arch.families.hf_config import Config, activation, head_dim, layer_t
 from server.arch.names import Stack
 from server.arch.spec import ArchSpec, LayerSpec, Moe, QueryScale, Scoring
 
+LAYER_TYPES = ("full_attention", "chunked_attention")
 FEED_FORWARD = "layers.{i}.feed_forward"
 NAMES = replace(
     llama.NAMES,
@@ -38,7 +39,7 @@ def spec(config: Config) -> ArchSpec:
     count, interval = base.num_layers, config.get("no_rope_layer_interval", 4)
     given = config.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
     rotated = of_layers(given, count, "no_rope_layers")
-    types = layer_types(config, ["chunked_attention" if turns else "full_attention" for turns in rotated])
+    types = layer_types(config, [LAYER_TYPES[bool(turns)] for turns in rotated], LAYER_TYPES)
     layers = [_layer(config, layer, *kind) for layer, *kind in zip(base.layers, rotated, types, strict=True)]
     has_norm = config.get("use_qk_norm", True)
     base = replace(base, layers=tuple(layers), late_qk_norm=has_norm, plain_qk_norm=has_norm)
