@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -96,6 +97,20 @@ def test_the_field_and_what_it_must_be_are_named(fields: dict[str, Any], sentenc
     if "model_type" in fields:
         with pytest.raises(ValueError, match=sentence):
             families.has(fields)
+
+
+def test_biases_where_keys_and_values_are_compressed_are_refused() -> None:
+    with pytest.raises(ValueError, match="asks for attention_bias, which is not served"):
+        families.find(config_of("deepseek_v3") | {"attention_bias": True})
+
+
+@pytest.mark.parametrize(("case", "grown"), [("deepseek_v3", 0.707), ("mistral4", 0.707), ("glm4_moe_lite", 0.0)])
+def test_scores_grow_with_the_length_that_yarn_reaches(case: str, grown: float) -> None:
+    _, spec = families.find(config_of(case))
+    latent = spec.layers[0].latent
+    assert latent is not None
+    expected = (12 + 8) ** -0.5 * (1 + 0.1 * grown * math.log(4.0)) ** 2
+    assert expected == pytest.approx(spec.attention_scale)
 
 
 def test_gates_that_are_clamped_otherwise_are_refused() -> None:

@@ -194,6 +194,7 @@ def test_inputs_are_summed() -> None:
     ("case", "recipe", "expected"),
     [
         ("t5", Recipe("gptq", 4, 32), "encoder-decoder"),
+        ("deepseek_v3", Recipe("gptq", 4, 32), "compresses keys and values"),
         ("llama", Recipe("gptq", 4, 40), "--group-size is 40, .* the 64 inputs of .*: give 32 or -1"),
         ("mpt-clipped", Recipe("gptq", 3, 8), "--bits is 3, of which 32 codes .* 72 inputs .*: give --bits 4 or 8"),
         ("gpt_oss", Recipe("gptq", 4, 32), "experts are stacked .*: serve it with --quantize int4 or int8"),
