@@ -179,6 +179,8 @@ class Published:
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
         per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search("{[imrf]}", p))
+        if "numbers" in fixture:  # experts in one tensor are read one by one
+            per_layer = sum(shape[0] if len(shape) == 3 else "layers." in p for p, shape in fixture["tensors"].items())
         is_hybrid = any("{f}" in pattern for pattern in fixture["tensors"])
         period = fixture.get("period", 1)
         count = max(4 if is_hybrid else 2, period, most_tensors // per_layer // period * period)
