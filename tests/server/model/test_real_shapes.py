@@ -192,7 +192,9 @@ class Published:
         own = {key.strip("{}"): among for key, among in fixture.get("numbers", {}).items()}
         letters = "imrf" + "".join(own)
         per_layer = sum(
-            len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search(f"{{[{letters}]}}", p)
+            shape[0] if "experts" in pattern and len(shape) == 3 else len(experts) if "{e}" in pattern else 1
+            for pattern, shape in fixture["tensors"].items()  # experts in one tensor are read one by one
+            if re.search(f"{{[{letters}]}}", pattern)
         )
         is_hybrid = any(re.search("{[fs]}", pattern) for pattern in fixture["tensors"])
         dense, period = fixture.get("dense", 0), fixture.get("period", 1)
