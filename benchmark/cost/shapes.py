@@ -404,7 +404,16 @@ def write_word_tokenizer(vocab_size: int, folder: Path) -> None:
 
 
 Roles = Mapping[str, str | tuple[str, ...]]
-DIVIDES_INPUTS = ("attention_out", "conv_out", "cross_out", "delta_out", "expert_down", "mlp_down", "shared_down")
+DIVIDES_INPUTS = (
+    "attention_out",
+    "conv_out",
+    "cross_out",
+    "delta_out",
+    "expert_down",
+    "mamba_out",
+    "mlp_down",
+    "shared_down",
+)
 
 
 @dataclass(frozen=True)
@@ -527,8 +536,9 @@ def _linears_of_mlp(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[
             yield role, outputs, hidden, mlp.num_experts, mlp.top_k
         yield "expert_down", hidden, width, mlp.num_experts, mlp.top_k
         if mlp.shared_width:
-            for role in ("shared_gate", "shared_up"):
-                yield role, mlp.shared_width, hidden, 1, 1
+            shared = ("shared_gate_up",) if "shared_gate_up" in roles else ("shared_gate", "shared_up")
+            for role in shared:
+                yield role, 2 * mlp.shared_width // len(shared), hidden, 1, 1
             yield "shared_down", hidden, mlp.shared_width, 1, 1
         return
     if isinstance(mlp, Gated) and "mlp_gate_up" in roles:

@@ -350,7 +350,11 @@ def validate(spec: ArchSpec, world_size: int) -> None:
 def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
     mlps = [layer.mlp for layer in spec.layers]
     shared = {mlp.shared_width for mlp in mlps if isinstance(mlp, Moe)}
-    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {mlp.width for mlp in mlps} | shared}
+    attends = any(layer.attends for layer in spec.layers)
+    sizes = {
+        "attention heads": {spec.num_heads} if attends else set(),
+        "mlp columns": {mlp.width for mlp in mlps} | shared,
+    }
     for kind in spec.recurrences:
         for what, size in kind.divided.items():
             sizes.setdefault(what, set()).add(size)
@@ -361,6 +365,6 @@ def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
         if size % world_size
     ]
     kv_heads = spec.num_kv_heads
-    if kv_heads % world_size and world_size % kv_heads:
+    if attends and kv_heads % world_size and world_size % kv_heads:
         problems.append(f"the model has {kv_heads} key-value heads, which do not fit --num-shard {world_size}")
     return problems

@@ -142,7 +142,12 @@ def _load_routing(weights: Weights, kind: Moe, backend: Backend) -> Routing:
 
 
 def _load_shared(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> DenseMlp:
-    size, part = (kind.shared_width, spec.hidden_size), [weights.shard.range(kind.shared_width)]
-    halves = [weights.linear(role, size, rows=part) for role in ("shared_gate", "shared_up")]
+    width, size = kind.shared_width, (kind.shared_width, spec.hidden_size)
+    start, stop = weights.shard.range(width)
+    if weights.has("shared_gate_up"):
+        rows = [(start, stop), (width + start, width + stop)]
+        halves = [weights.linear("shared_gate_up", (2 * width, spec.hidden_size), rows=rows)]
+    else:
+        halves = [weights.linear(role, size, rows=[(start, stop)]) for role in ("shared_gate", "shared_up")]
     up = ColumnLinear(stacked(halves, backend.linear, is_gated=True), None)
     return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)

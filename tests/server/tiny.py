@@ -65,6 +65,19 @@ DELTA_EXPERTS: dict[str, Any] = DELTA_SIZES | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+MAMBA_SIZES: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_expand": 4,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 1,
+}
+GRANITE_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 4.0,
+}
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
@@ -135,6 +148,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "lfm2", LLAMA_SIZES | {"num_hidden_layers": 4, "block_auto_adjust_ff_dim": False,
                                "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid", LLAMA_SIZES | MAMBA_SIZES | GRANITE_MULTIPLIERS | {
+            "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid", LLAMA_SIZES | MAMBA_SIZES | GRANITE_MULTIPLIERS | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_groups": 2,
+            "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope"},
     ),
     "gemma": ("gemma", LLAMA_SIZES | {"head_dim": 16}),
     "gemma2": (

@@ -78,6 +78,7 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.NAMES),
     "granite": Family(granite.spec, granite.NAMES),
     "granitemoe": Family(granite.spec_of_moe, granite.NAMES_OF_MOE),
+    "granitemoehybrid": Family(granite.spec_of_hybrid, granite.NAMES_OF_HYBRID),
     "hunyuan_v1_dense": Family(hunyuan.spec, hunyuan.NAMES),
     "lfm2": Family(lfm2.spec, lfm2.NAMES),
     "llama": Family(llama.spec, llama.NAMES),

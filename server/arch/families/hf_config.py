@@ -69,6 +69,8 @@ TEXT = Kind("a text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
 TEXTS = _list("texts", TEXT.fits)
+INFINITY = {"__float__": "Infinity"}  # as transformers writes it
+LIMITS = _list("numbers", lambda value: _is_number(value) or value in (math.inf, INFINITY))
 WHOLES = _list("whole numbers", COUNT.fits)
 NUMBERS = _list("numbers", _is_number)
 
@@ -81,11 +83,12 @@ FIELDS: dict[str, Kind] = {
             "head_dim hidden_size intermediate_size kv_channels linear_conv_kernel_dim linear_key_head_dim "
             "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
             "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
-            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_heads num_key_value_heads "
-            "num_kv_heads num_local_experts padded_vocab_size relative_attention_max_distance "
+            "no_rope_layer_interval num_attention_heads num_heads num_key_value_heads "
+            "num_kv_heads padded_vocab_size relative_attention_max_distance "
             "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group vocab_size "
             "word_embed_proj_dim "
-            "block_ff_dim block_multiple_of conv_L_cache",
+            "block_ff_dim block_multiple_of conv_L_cache mamba_d_conv mamba_d_ssm mamba_d_state mamba_expand "
+            "mamba_n_groups mamba_n_heads shared_intermediate_size",
         ),
         (
             POSITIONS,
@@ -96,7 +99,8 @@ FIELDS: dict[str, Kind] = {
             COUNT,
             "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
             "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
-            "num_nextn_predict_layers sliding_window",
+            "num_nextn_predict_layers sliding_window "
+            "num_experts_per_tok num_local_experts",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
@@ -123,11 +127,12 @@ FIELDS: dict[str, Kind] = {
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
             "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
             "use_qkv_bias use_sliding_window "
-            "block_auto_adjust_ff_dim conv_bias tie_embedding",
+            "block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_proj_bias tie_embedding",
         ),
         (
             TEXT,
-            "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type",
+            "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type "
+            "position_embedding_type",
         ),
         (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
         (TEXTS, "layer_types"),
@@ -136,6 +141,7 @@ FIELDS: dict[str, Kind] = {
             "mlp_only_layers no_rope_layers full_attn_idxs",
         ),
         (NUMBERS, "long_factor short_factor"),
+        (LIMITS, "time_step_limit"),
     )
     for name in names.split()
 }
@@ -250,10 +256,19 @@ def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool])
     return replace(spec, layers=tuple(windows))
 
 
+def step_limits(config: Config) -> tuple[float, float]:
+    """Between which the steps of Mamba layers are kept."""
+    least, most = config.get("time_step_limit") or (0.0, math.inf)
+    return least, math.inf if most == INFINITY else most
+
+
 def mixture(config: Config, *, width: int) -> Moe:
     """The mixture of experts of this width that config.json describes by the names that most families use."""
+    experts = config.get("num_experts") or config.get("n_routed_experts") or config["num_local_experts"]
+    if not (experts and config["num_experts_per_tok"]):
+        raise ValueError("config.json says a mixture of no experts, or of none for a token: download it again")
     return Moe(
-        num_experts=config.get("num_experts") or config.get("n_routed_experts") or config["num_local_experts"],
+        num_experts=experts,
         top_k=config["num_experts_per_tok"],
         width=width,
         activation=activation(config["hidden_act"]),

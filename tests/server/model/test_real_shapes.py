@@ -30,6 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from server.arch import families
 from server.arch.families import Family
+from server.arch.recurrences import Mamba2
 from server.arch.spec import (
     SHARD_COUNTS,
     Alibi,
@@ -102,6 +103,8 @@ EXPECTED = {
     "gpt-oss-20b": Expected(EVERY, OF_GPT_OSS, (12, 128)),
     "gpt2": Expected(UP_TO_4, Learned(1024)),  # 12 heads
     "granite-3.1-1b-a400m": Expected(EVERY, Rope(1500000.0, 64)),
+    "granite-4.0-h-micro": Expected(EVERY, None),
+    "granite-4.0-h-tiny": Expected(UP_TO_4, None),  # 12 heads
     "granite-3.1-8b": Expected(EVERY, Rope(10000000.0, 128)),
     "hunyuan-7b": Expected(EVERY, Rope(10000.0 * 1000.0 ** (128 / 126), 128)),
     "lfm2-1.2b": Expected(EVERY, Rope(1000000.0, 64)),
@@ -148,6 +151,8 @@ REPLICATED = re.compile(
     r"|\.mlp\.router\.|\.down_proj_bias$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
+MAMBA_NORM = re.compile(r"\.(mamba|mixer)\.norm\.")
+MAMBA_CHANNELS = re.compile(r"\.(mamba|mixer)\.(in_proj|conv1d)\.")
 ROW_NORM = re.compile(r"\.[qk]_norm\.")
 KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 UNUSED_ROWS = re.compile(r"\.embed_positions\.")  # the two of OPT that belong to no position
@@ -284,6 +289,10 @@ def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:
     return {int(count) for count in counts.unique()}
 
 
+def mambas(spec: ArchSpec) -> list[Mamba2]:
+    return [kind for kind in spec.recurrences if isinstance(kind, Mamba2)]
+
+
 def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
     """How many ranks hold an element of a tensor: one, or all, or those that share a key-value head."""
     sharers = max(1, world_size // spec.num_kv_heads)
@@ -291,6 +300,10 @@ def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
         return {0, world_size}
     if spec.qk_row_norm and ROW_NORM.search(name):
         return {sharers if ".k_norm." in name else 1}
+    if MAMBA_NORM.search(name):
+        return {1}
+    if MAMBA_CHANNELS.search(name):
+        return {1, *(max(1, world_size // kind.num_groups) for kind in mambas(spec))}
     if REPLICATED.search(name):
         return {world_size}
     if KEYS_OR_VALUES.search(name):
@@ -307,6 +320,10 @@ def allowed_bytes(published: Published, spec: ArchSpec, world_size: int) -> floa
     if spec.num_kv_heads < world_size:
         one_head = 2 * spec.head_dim * (spec.hidden_size + spec.qkv_bias) * spec.num_layers  # its keys and values
         split, replicated = split - spec.num_kv_heads * one_head, replicated + one_head
+    for kind in mambas(spec):
+        if kind.num_groups < world_size:
+            one_group = 2 * kind.key_dim * spec.hidden_size  # its keys and queries
+            split, replicated = split - kind.num_groups * one_group, replicated + one_group
     return 1.05 * DTYPE.itemsize * (split / world_size + replicated)
 
 

@@ -32,6 +32,7 @@ CASES_OF = {
         "chatglm3",  # 2 kv heads, each for two ranks
         "gpt_oss",  # sinks, rows of gates and the other halves by turns, biases of experts
         "glm4_moe",  # experts that all tokens share, groups of experts
+        "granitemoehybrid-dense",  # groups of Mamba heads, each for two ranks
         "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
@@ -41,6 +42,7 @@ CASES_OF = {
         "llama-biased-tied",  # 4 kv heads, each for two ranks; biased sums, a tied vocabulary that 8 does not divide
         "qwen3_next",  # recurrent heads in fused tensors, one head of keys for each rank
         "lfm2",  # channels of short convolutions, with biases
+        "granitemoehybrid",  # one group of Mamba heads for all ranks, whose norm they add up
         "t5",  # an encoder, biases by distance
         "olmo2",  # norms over heads of all ranks, 4 kv heads, each for two ranks
     ],
