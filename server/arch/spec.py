@@ -28,6 +28,7 @@ class Residual(Enum):
     OUTPUT_NORMED:       x += norm(A(x));  x += norm(M(x))
     PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
     PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
+    ONE_BRANCH:          x += B(norm(x)), B being the only one of both that a layer has
     """
 
     PRE = "pre"
@@ -38,10 +39,11 @@ class Residual(Enum):
     OUTPUT_NORMED = "output_normed"
     PARALLEL_ONE_NORM = "parallel_one_norm"
     PARALLEL_TWO_NORMS = "parallel_two_norms"
+    ONE_BRANCH = "one_branch"
 
 
 class Activation(Enum):
-    """The function between the matrices of an mlp.
+    """The function between the matrices of an mlp. RELU2 is the square of RELU (So et al. 2021, arXiv 2109.08668).
 
     CLAMPED_SWIGLU is of gated ones alone: g * sigmoid(1.702 g) * (u + 1), with g the gate of at most 7, and u the other
     half within ± 7 (OpenAI 2025, arXiv 2508.10925).
@@ -50,6 +52,7 @@ class Activation(Enum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    RELU2 = "relu2"
     SILU = "silu"
     CLAMPED_SWIGLU = "clamped_swiglu"
 
@@ -193,7 +196,7 @@ class Scoring(Enum):
 
 @dataclass(frozen=True)
 class Moe:
-    """A mixture of gated mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
+    """A mixture of mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
 
     num_experts: int
     top_k: int
@@ -208,7 +211,8 @@ class Moe:
     top_groups: int = 1
     scale: float = 1.0  # what the chosen experts' weights are multiplied by
     tolerance: float = 0.0  # of SPARSE_MIXER: how much worse, of its size, a logit may be
-    shared_width: int = 0  # of a gated mlp that all tokens go to; 0: none
+    shared_width: int = 0  # of an mlp that all tokens go to; 0: none
+    gated: bool = True  # whether experts, and what all tokens go to, are `Gated`
     shared_gate: bool = False  # whether what it gives is multiplied by the sigmoid of a number made of its input
 
 
@@ -228,7 +232,7 @@ class QueryScale:
 class LayerSpec:
     """What may differ between the layers of one model."""
 
-    mlp: Mlp
+    mlp: Mlp | None  # None: only attention, or what stands in its place
     position: Position | None  # None: attention knows no order but that of what is visible
     window: int = 0  # tokens that a query sees, itself included; 0: all
     sinks: bool = False  # whether each head has a score beside the keys', which takes its share of the weights
@@ -348,7 +352,7 @@ def validate(spec: ArchSpec, world_size: int) -> None:
 
 
 def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
-    mlps = [layer.mlp for layer in spec.layers]
+    mlps = [layer.mlp for layer in spec.layers if layer.mlp is not None]
     shared = {mlp.shared_width for mlp in mlps if isinstance(mlp, Moe)}
     attends = any(layer.attends for layer in spec.layers)
     sizes = {

@@ -184,17 +184,16 @@ class StackLoader:
         return Layer(
             attention=self._mixer(layer, attention),
             cross=self._cross() if self.spec.encoder else None,
-            mlp=load_mlp(self.weights, self.spec, layer.mlp, self.backend),
+            mlp=None if layer.mlp is None else load_mlp(self.weights, self.spec, layer.mlp, self.backend),
             norms={role: self._norm(role, self.spec.hidden_size) for role in norms},
             shard=self.weights.shard,
             wiring=wiring,
         )
 
-    def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer:
+    def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer | None:
         if layer.recurrence is not None:
             return load_recurrence(self.weights, self.spec, layer.recurrence, self.backend)
-        assert attention is not None
-        return self._attention(layer, attention)
+        return None if attention is None else self._attention(layer, attention)
 
     def _attention(self, layer: LayerSpec, attention: Attention) -> AttentionBlock:
         spec = self.spec

@@ -17,7 +17,7 @@ elements that a token's key or value takes in the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -197,8 +197,9 @@ def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cac
     kinds = [spec.layers[layer].recurrence for layer in stage.layers]
     states = [0 if kind is None else kind.part(shard.world_size).state_size for kind in kinds]
     kv_heads = len(local_kv_heads(spec, shard))
-    attending = sum(spec.layers[layer].attends for layer in stage.layers)
-    return KVShape(attending, kv_heads, spec.head_dim, dtype, format=cache, states=tuple(states))
+    attending = tuple(spec.layers[layer].attends for layer in stage.layers)
+    shape = KVShape(sum(attending), kv_heads, spec.head_dim, dtype, format=cache, states=tuple(states))
+    return replace(shape, attending=attending)
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

@@ -30,6 +30,7 @@ from server.stepping.batch import Forward
 from server.stepping.sequences import StepError
 
 STATE_DTYPE = torch.float32  # sums of thousands of tokens
+BLOCKS_OF_STATE = 64  # that a kept state takes where no layer has tokens, whose blocks hold nothing else
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,27 @@ class KVShape:
     is_paged: bool = True  # False: the model keeps a cache of its own, of about this size
     format: KvFormat = AS_COMPUTED
     sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
-    states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer, 0 where it attends; empty: all attend
+    states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer; empty: all attend, and none has one
+    attending: tuple[bool, ...] = ()  # which layers have blocks, where some have states
 
     @property
     def layers(self) -> Sequence[KVShape]:
         """The same of each layer alone."""
         sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
-        return [replace(self, num_layers=1, num_kv_heads=k, head_dim=h, sizes=(), states=()) for k, h in sizes]
+        return [
+            replace(self, num_layers=1, num_kv_heads=k, head_dim=h, sizes=(), states=(), attending=()) for k, h in sizes
+        ]
+
+    @property
+    def holds_states_alone(self) -> bool:
+        """Whether layers have states, and none attends."""
+        return bool(sum(self.states)) and not self.num_layers
 
     @property
     def bytes_per_token(self) -> int:
-        """Key and value, all layers."""
+        """Key and value, all layers. Where no layer attends, a token's share of what a block has for kept states."""
+        if self.holds_states_alone:
+            return STATE_DTYPE.itemsize * -(-sum(self.states) // (BLOCKS_OF_STATE * BLOCK_SIZE))
         if self.sizes:
             return sum(layer.bytes_per_token for layer in self.layers)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
@@ -87,7 +98,7 @@ def choose_tokens(
     wanted: what the user asked for, 0 when nothing; useful: more than this can never be used; free_bytes: memory that
     the cache may take; where: what has it. Raises ValueError with the number that fits when the wish does not.
     """
-    # A pipeline stage of recurrent layers alone has blocks of nothing.
+    # A pipeline stage of mlps alone has blocks of nothing.
     fits = max(0, free_bytes // (max(1, bytes_per_token) * BLOCK_SIZE)) * BLOCK_SIZE
     if wanted and num_blocks(wanted) * BLOCK_SIZE > fits:
         raise ValueError(
@@ -105,6 +116,8 @@ def choose_tokens(
 def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     """One zeroed tensor [2, blocks, kv_heads, block_size, width] per layer; none for a cache that is not paged.
 
+    Where no layer attends, one [blocks, bytes] for kept states.
+
     A block's tokens lie together for each head, so that attention reads a head's keys in long runs. The width is the
     format's.
 
@@ -112,6 +125,8 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     """
     if not shape.is_paged:
         return []
+    if shape.holds_states_alone:
+        return [device.empty_kv((blocks, shape.bytes_per_block), torch.uint8)]
     stored = shape.format.stored(shape.dtype)
     return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
 
@@ -124,10 +139,11 @@ def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Devic
     if not any(shape.states):
         return list(kv)
     attending = iter(kv)
-    return [
-        torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device) if numbers else next(attending)
-        for numbers in shape.states
-    ]
+    kept = []
+    for numbers, attends in zip(shape.states, shape.attending, strict=True):
+        state = torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device)
+        kept.append(next(attending) if attends else state)
+    return kept
 
 
 class KvPlacement(Protocol):

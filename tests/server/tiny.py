@@ -72,6 +72,23 @@ MAMBA_SIZES: dict[str, Any] = {
     "mamba_d_state": 12,
     "mamba_n_groups": 1,
 }
+NEMOTRON_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 12,
+    "n_groups": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
 GRANITE_MULTIPLIERS: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -158,6 +175,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid", LLAMA_SIZES | MAMBA_SIZES | GRANITE_MULTIPLIERS | {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_groups": 2,
             "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": (
+        "nemotron_h", NEMOTRON_SIZES | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"]},
+    ),
+    "mamba2": (
+        "mamba2", {"hidden_size": 64, "num_heads": 8, "head_dim": 32, "expand": 4, "state_size": 12, "n_groups": 2,
+                   "num_hidden_layers": 3},
     ),
     "gemma": ("gemma", LLAMA_SIZES | {"head_dim": 16}),
     "gemma2": (

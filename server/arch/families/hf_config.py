@@ -67,6 +67,7 @@ POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+SIZE_OR_AUTO = Kind("a whole number above 0, or auto", lambda value: SIZE.fits(value) or value == "auto")
 PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
 TEXTS = _list("texts", TEXT.fits)
 INFINITY = {"__float__": "Infinity"}  # as transformers writes it
@@ -82,13 +83,14 @@ FIELDS: dict[str, Kind] = {
             "d_ff d_kv d_model decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size full_attention_interval "
             "head_dim hidden_size intermediate_size kv_channels linear_conv_kernel_dim linear_key_head_dim "
             "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k "
-            "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
+            "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner "
             "no_rope_layer_interval num_attention_heads num_heads num_key_value_heads "
             "num_kv_heads padded_vocab_size relative_attention_max_distance "
             "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size topk_group vocab_size "
             "word_embed_proj_dim "
-            "block_ff_dim block_multiple_of conv_L_cache mamba_d_conv mamba_d_ssm mamba_d_state mamba_expand "
-            "mamba_n_groups mamba_n_heads shared_intermediate_size",
+            "block_ff_dim block_multiple_of conv_L_cache conv_kernel mamba_d_conv mamba_d_ssm mamba_d_state "
+            "mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads moe_latent_size "
+            "moe_shared_expert_intermediate_size n_groups shared_intermediate_size ssm_state_size state_size",
         ),
         (
             POSITIONS,
@@ -100,7 +102,7 @@ FIELDS: dict[str, Kind] = {
             "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
             "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
             "num_nextn_predict_layers sliding_window "
-            "num_experts_per_tok num_local_experts",
+            "n_routed_experts num_experts_per_tok num_local_experts",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
@@ -118,7 +120,7 @@ FIELDS: dict[str, Kind] = {
             "partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq "
             "rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale swiglu_alpha "
             "swiglu_limit "
-            "block_ffn_dim_multiplier norm_eps",
+            "block_ffn_dim_multiplier norm_eps time_step_min",
         ),
         (
             FLAG,
@@ -127,21 +129,25 @@ FIELDS: dict[str, Kind] = {
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
             "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
             "use_qkv_bias use_sliding_window "
-            "block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_proj_bias tie_embedding",
+            "block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_proj_bias tie_embedding use_conv_bias",
         ),
         (
             TEXT,
             "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type type "
-            "position_embedding_type",
+            "hybrid_override_pattern mlp_hidden_act position_embedding_type",
         ),
         (OBJECT, "attn_config full_attention rope_parameters rope_scaling sliding_attention text_config"),
-        (TEXTS, "layer_types"),
+        (
+            TEXTS,
+            "layer_types layers_block_type",
+        ),
         (
             WHOLES,
             "mlp_only_layers no_rope_layers full_attn_idxs",
         ),
         (NUMBERS, "long_factor short_factor"),
         (LIMITS, "time_step_limit"),
+        (SIZE_OR_AUTO, "mamba_d_head"),
     )
     for name in names.split()
 }
@@ -205,6 +211,7 @@ ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
     "silu": Activation.SILU,
     "swish": Activation.SILU,
 }

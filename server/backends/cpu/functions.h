@@ -47,7 +47,7 @@ INLINE Floats log(Floats x) {
     return exponent * 0.693145751953125f + (2.0f * ratio + small);
 }
 
-enum Activation { NONE, GELU, GELU_TANH, RELU, SILU, CLAMPED_SWIGLU, NUM_ACTIVATIONS };
+enum Activation { NONE, GELU, GELU_TANH, RELU, SILU, CLAMPED_SWIGLU, RELU2, NUM_ACTIVATIONS };
 
 template <int KIND>
 INLINE Floats activate(Floats x) {
@@ -56,6 +56,7 @@ INLINE Floats activate(Floats x) {
         // x * (1 + tanh(y)) / 2 = x / (1 + exp(-2 y)) with y = sqrt(2 / pi) * (x + 0.044715 x^3)
         case GELU_TANH: return x / (1.0f + exp(x * (x * x * -0.07135481f - 1.59576912f)));
         case RELU: return max(x, Floats{});
+        case RELU2: x = max(x, Floats{}); return x * x;
         case SILU: return x / (1.0f + exp(-x));
         case CLAMPED_SWIGLU: x = min(x, all(7.0f)); return x / (1.0f + exp(-1.702f * x));
         default: return x;

@@ -213,6 +213,12 @@ def _relu(x):
 
 
 @triton.jit
+def _relu2(x):
+    x = tl.maximum(x, 0.0)
+    return x * x
+
+
+@triton.jit
 def _silu(x):
     return x * tl.sigmoid(x)
 
@@ -248,6 +254,7 @@ ACTIVATIONS = {
     Activation.GELU: _gelu,
     Activation.GELU_TANH: _gelu_tanh,
     Activation.RELU: _relu,
+    Activation.RELU2: _relu2,
     Activation.SILU: _silu,
     Activation.CLAMPED_SWIGLU: _clamped_swish,
 }

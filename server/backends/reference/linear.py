@@ -37,6 +37,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
     Activation.RELU: F.relu,
+    Activation.RELU2: lambda x: F.relu(x).square(),
     Activation.SILU: F.silu,
     Activation.CLAMPED_SWIGLU: _clamped_swish,
 }

@@ -63,7 +63,7 @@ META, DTYPE = torch.device("meta"), torch.bfloat16
 IN_FEWER_BITS = re.compile(r"_(blocks|scales)$")  # two parameters of MXFP4 in a byte, and exponents, which are none
 MOST_TENSORS = 150  # that are loaded of a checkpoint: its first layers, some of them with numbers of two digits
 NUMS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")  # in configs
-BY_LAYER = {"layer_types", "no_rope_layers"}  # in configs, one for each
+BY_LAYER = {"hybrid_override_pattern", "layer_types", "no_rope_layers"}  # in configs, one for each
 Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]  # half-open, one for each dimension
 
@@ -111,12 +111,14 @@ EXPECTED = {
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+    "mamba-codestral-7b": Expected(EVERY, None),
     "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "minimax-m2": Expected(EVERY, Rope(5000000.0, 64)),
     "ministral-3-8b": Expected(EVERY, Rope(1000000.0, 128, scaling=YarnScaling(16.0, 16384, magnitude=1.0))),
     "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
     "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
     "mpt-7b": Expected(EVERY, Alibi()),
+    "nemotron-nano-9b-v2": Expected(EVERY, None),
     "olmo-2-7b": Expected(EVERY, Rope(500000.0, 128)),
     "olmo-3-7b": Expected(
         EVERY, Rope(500000.0, 128, scaling=YarnScaling(8.0, 8192, magnitude=1.2079441541679836)), (24, 4096)
@@ -174,8 +176,10 @@ class Published:
         fixture = json.loads((FOLDER / f"{name}.json").read_text())
         experts = range(fixture["experts"])
         per_layer = sum(len(experts) if "{e}" in p else 1 for p in fixture["tensors"] if re.search("{[imrfsap]}", p))
-        is_hybrid = any(re.search("{[fs]}", pattern) for pattern in fixture["tensors"])
-        layers = range(fixture["layers"])[: max(4 if is_hybrid else 2, most_tensors // per_layer)]
+        listed = fixture.get("numbers", {})
+        is_hybrid = any("{f}" in pattern for pattern in fixture["tensors"])
+        least = max([4 if is_hybrid else 2, *(among[0] + 1 for among in listed.values())])  # one of each kind
+        layers = range(fixture["layers"])[: max(least, most_tensors // per_layer)]
         config = fixture["config"].get("text_config", fixture["config"])
         config |= {key: len(layers) for key in NUMS_LAYERS if key in config}
         config |= {key: config[key][: len(layers)] for key in BY_LAYER & set(config)}
@@ -183,8 +187,7 @@ class Published:
         dense, attending = fixture.get("dense", 0), layers[3::4]
         numbers = {"{i}": layers, "{d}": layers[:dense], "{m}": layers[dense:], "{n}": [len(layers)]}
         numbers |= {"{f}": attending, "{r}": [i for i in layers if i not in attending]}
-        listed = fixture.get("numbers", {}).items()
-        numbers |= {f"{{{letter}}}": [i for i in among if i in layers] for letter, among in listed}
+        numbers |= {f"{{{letter}}}": [i for i in among if i in layers] for letter, among in listed.items()}
 
         def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
             return {

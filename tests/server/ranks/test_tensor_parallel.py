@@ -34,6 +34,7 @@ CASES_OF = {
         "glm4_moe",  # experts that all tokens share, groups of experts
         "granitemoehybrid-dense",  # groups of Mamba heads, each for two ranks
         "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
+        "nemotron_h",  # layers of one branch, experts without gates
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
