@@ -166,6 +166,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2", LLAMA_SIZES | {"num_hidden_layers": 4, "block_auto_adjust_ff_dim": False,
                                "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
     ),
+    "lfm2_moe": (
+        "lfm2_moe", LLAMA_SIZES | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+                                   "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "granitemoehybrid": (
         "granitemoehybrid", LLAMA_SIZES | MAMBA_SIZES | GRANITE_MULTIPLIERS | {
             "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -298,7 +302,7 @@ def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
         is_norm = "norm" in name or ".ln_" in name or "ln_f" in name
         parameter.data.normal_(0.5 if is_norm else 0.0, 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model

@@ -82,6 +82,7 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "granitemoehybrid": Family(granite.spec_of_hybrid, granite.NAMES_OF_HYBRID),
     "hunyuan_v1_dense": Family(hunyuan.spec, hunyuan.NAMES),
     "lfm2": Family(lfm2.spec, lfm2.NAMES),
+    "lfm2_moe": Family(lfm2.spec_of_moe, lfm2.NAMES_OF_MOE),
     "llama": Family(llama.spec, llama.NAMES),
     "mamba2": Family(mamba.spec, mamba.NAMES),
     "minimax_m2": Family(minimax.spec, minimax.NAMES),

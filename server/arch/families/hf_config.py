@@ -102,7 +102,7 @@ FIELDS: dict[str, Kind] = {
             "decoder_start_token_id first_k_dense_replace max_window_layers moe_layer_start_index moe_num_experts "
             "moe_num_shared_experts n_shared_experts num_experts num_ln_in_parallel_attn num_mtp_layers "
             "num_nextn_predict_layers sliding_window "
-            "n_routed_experts num_experts_per_tok num_local_experts",
+            "n_routed_experts num_dense_layers num_experts_per_tok num_local_experts",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
@@ -129,7 +129,8 @@ FIELDS: dict[str, Kind] = {
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
             "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
             "use_qkv_bias use_sliding_window "
-            "block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_proj_bias tie_embedding use_conv_bias",
+            "block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_proj_bias tie_embedding use_conv_bias "
+            "use_expert_bias",
         ),
         (
             TEXT,

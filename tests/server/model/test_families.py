@@ -33,6 +33,7 @@ RECURRENT = (
     "qwen3_next",
     "lfm2",
     "granitemoehybrid",
+    "lfm2_moe",
     "granitemoehybrid-dense",
     "nemotron_h",
     "mamba2",

@@ -108,6 +108,7 @@ EXPECTED = {
     "granite-3.1-8b": Expected(EVERY, Rope(10000000.0, 128)),
     "hunyuan-7b": Expected(EVERY, Rope(10000.0 * 1000.0 ** (128 / 126), 128)),
     "lfm2-1.2b": Expected(EVERY, Rope(1000000.0, 64)),
+    "lfm2-8b-a1b": Expected(EVERY, Rope(1000000.0, 64)),
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
@@ -148,8 +149,8 @@ EXPECTED = {
 # What every rank holds whole: norms, positions, routers, projections of the embedding, and the biases that are added
 # after the reduction.
 REPLICATED = re.compile(
-    r"e_score_correction_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
-    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
+    r"e_score_correction_bias$|\.expert_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
+    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|feed_forward\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
     r"|\.mlp\.router\.|\.down_proj_bias$"
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
