@@ -47,6 +47,7 @@ KV_CACHE_BYTES: Mapping[str, tuple[int, int]] = {"fp8_e4m3": (1, 0), "fp8_e5m2":
 KV_CACHE_DTYPES = ("auto", *KV_CACHE_BYTES)
 
 NORMS_PER_LAYER: Mapping[Residual, int] = {
+    Residual.ONE_BRANCH: 1,
     Residual.PRE: 2,
     Residual.PRE_CROSS: 3,
     Residual.PRE_NORMED: 2,
@@ -338,18 +339,24 @@ def kv_bytes(heads: KvHeads, dtype: str, kv_cache_dtype: str | None = None) -> i
     return heads.rows * heads.count * (heads.dim * number + scale)
 
 
-def _mlp_columns(mlp: Mlp) -> int:
+def _mlp_columns(mlp: Mlp | None) -> int:
     """Output features of the first matrices of an mlp."""
+    if mlp is None:
+        return 0
     return mlp.width * (2 if isinstance(mlp, Gated) else 1)
 
 
-def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
+def _mlp_parameters(mlp: Mlp | None, hidden: int, *, active: bool) -> int:
+    if mlp is None:
+        return 0
     if isinstance(mlp, Moe):
         experts = mlp.top_k if active else mlp.num_experts
-        of_expert = 3 * hidden * mlp.width + (2 * mlp.width + hidden) * mlp.bias
+        of_expert = (2 + mlp.gated) * hidden * mlp.width + ((1 + mlp.gated) * mlp.width + hidden) * mlp.bias
         of_router = (hidden + mlp.router_bias + mlp.choice_bias) * mlp.num_experts
         beside = mlp.num_experts * mlp.expert_scale + hidden * mlp.router_norm
-        return experts * of_expert + of_router + beside + hidden * (3 * mlp.shared_width + mlp.shared_gate)
+        return (
+            experts * of_expert + of_router + beside + hidden * ((2 + mlp.gated) * mlp.shared_width + mlp.shared_gate)
+        )
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 
@@ -458,7 +465,16 @@ def write_word_tokenizer(vocab_size: int, folder: Path) -> None:
 
 
 Roles = Mapping[str, str | tuple[str, ...]]
-DIVIDES_INPUTS = ("attention_out", "conv_out", "cross_out", "delta_out", "expert_down", "mlp_down", "shared_down")
+DIVIDES_INPUTS = (
+    "attention_out",
+    "conv_out",
+    "cross_out",
+    "delta_out",
+    "expert_down",
+    "mamba_out",
+    "mlp_down",
+    "shared_down",
+)
 
 
 @dataclass(frozen=True)
@@ -592,15 +608,27 @@ def _linears_of_attention(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Ite
 
 
 def _linears_of_mlp(spec: ArchSpec, layer: LayerSpec, roles: Roles) -> Iterator[tuple[str, int, int, int, int]]:
-    hidden, mlp, width = spec.hidden_size, layer.mlp, layer.mlp.width
+    hidden, mlp = spec.hidden_size, layer.mlp
+    if mlp is None:
+        return
+    width = mlp.width
     if isinstance(mlp, Moe):
-        ups = {"expert_gate_up": 2 * width} if "expert_gate_up" in roles else {"expert_gate": width, "expert_up": width}
+        ups = (
+            {"expert_up": width}
+            if not mlp.gated
+            else {"expert_gate_up": 2 * width}
+            if "expert_gate_up" in roles
+            else {"expert_gate": width, "expert_up": width}
+        )
         for role, outputs in ups.items():
             yield role, outputs, hidden, mlp.num_experts, mlp.top_k
         yield "expert_down", hidden, width, mlp.num_experts, mlp.top_k
         if mlp.shared_width:
-            for role in ("shared_gate", "shared_up"):
-                yield role, mlp.shared_width, hidden, 1, 1
+            halves = (
+                ("shared_gate_up",) if "shared_gate_up" in roles else ("shared_gate", "shared_up")[-1 - mlp.gated :]
+            )
+            for role in halves:
+                yield role, (1 + mlp.gated) * mlp.shared_width // len(halves), hidden, 1, 1
             yield "shared_down", hidden, mlp.shared_width, 1, 1
         return
     if isinstance(mlp, Gated) and "mlp_gate_up" in roles:

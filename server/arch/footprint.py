@@ -49,7 +49,7 @@ def expert_sizes(spec: ArchSpec) -> dict[float, int]:
     found: dict[float, int] = defaultdict(int)
     for mlp in (layer.mlp for layer in spec.layers):
         if isinstance(mlp, Moe) and mlp.top_k < mlp.num_experts:
-            found[mlp.top_k / mlp.num_experts] += mlp.num_experts * 3 * mlp.width * spec.hidden_size
+            found[mlp.top_k / mlp.num_experts] += mlp.num_experts * (2 + mlp.gated) * mlp.width * spec.hidden_size
     return dict(found)
 
 
@@ -91,13 +91,18 @@ def recurrence_size(kind: Recurrence, hidden: int) -> int:
 
 def _mlp(layer: LayerSpec, hidden: int) -> int:
     mlp = layer.mlp
+    if mlp is None:
+        return 0
     if isinstance(mlp, Moe):
-        return (mlp.num_experts * (3 * mlp.width + 1) + 3 * mlp.shared_width + mlp.shared_gate) * hidden
+        each = 2 + mlp.gated  # matrices
+        return (mlp.num_experts * (each * mlp.width + 1) + each * mlp.shared_width + mlp.shared_gate) * hidden
     return hidden * mlp.width * (3 if isinstance(mlp, Gated) else 2)
 
 
-def _products(mlp: Mlp) -> int:
+def _products(mlp: Mlp | None) -> int:
     """Columns of what an mlp's first matrices give for a token."""
+    if mlp is None:
+        return 0
     if isinstance(mlp, Moe):
-        return 2 * (mlp.top_k * mlp.width + mlp.shared_width)
+        return (1 + mlp.gated) * (mlp.top_k * mlp.width + mlp.shared_width)
     return mlp.width * (2 if isinstance(mlp, Gated) else 1)

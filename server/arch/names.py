@@ -16,10 +16,12 @@ Roles, each with `.weight` and where the model has one `.bias`:
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number; or `stacks`
     choice_bias, router_norm, expert_scale                  of its router; their names have no suffix
     expert_norm, expert_post_norm, shared_post_norm         of its mixture's two parts (`Residual.SANDWICH_MIXED`)
-    shared_gate, shared_up, shared_down; shared_router      what all tokens of its mixture go to; what weighs that
+    shared_gate and shared_up, or shared_gate_up; shared_down, shared_router
+                                                            what all tokens of its mixture go to; what weighs that
     delta_qkvz and delta_ba, by key heads; or delta_qkv, delta_z, delta_b, delta_a
     delta (.A_log, .dt_bias), delta_conv, delta_norm, delta_out     its gated delta rule, in attention's place
     conv_in, short_conv, conv_out                           its short convolution, in attention's place
+    mamba_in, mamba (.A_log, .dt_bias, .D), mamba_conv, mamba_norm, mamba_out       its Mamba-2
     final_norm, project_out, head                           after the layers
     relative_bias                                           bucketed bias on scores, [buckets, heads]
     cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output

@@ -6,8 +6,10 @@ by its type, in `server/model/recurrent.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 Sizes = tuple[int, int]  # outputs and inputs of a linear layer
@@ -136,3 +138,91 @@ class ShortConv:
     def parameters_beside(self, hidden: int) -> int:
         """See `Recurrence`."""
         return self.channels * self.conv + self.bias * (4 * self.channels + hidden)
+
+
+class GateNorm(Enum):
+    """How what a head has read, y, meets its gate z, with g the function of gates.
+
+    NONE:    y g(z)
+    BEHIND:  norm(y g(z))
+    BEFORE:  norm(y) g(z)
+    """
+
+    NONE = "none"
+    BEHIND = "behind"
+    BEFORE = "before"
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): heads with memories of head_dim x key_dim numbers in float32.
+
+    One matrix gives a token's gates z, values x, keys B and queries C, and for each head the step by which its memory
+    fades and takes in the token. x, B and C pass a causal convolution over few tokens. A memory is read by C, and x is
+    added in a head's own measure; gate and norm are behind. The norm is of all channels of a group.
+    """
+
+    num_heads: int
+    num_groups: int  # of keys and queries, each shared by as many neighbouring heads
+    head_dim: int
+    key_dim: int
+    conv: int  # tokens that the convolution sees, itself included
+    eps: float  # of its norm
+    norm: GateNorm = GateNorm.BEHIND
+    conv_bias: bool = True
+    bias: bool = False  # whether both matrices have one
+    least_step: float = 0.0
+    most_step: float = math.inf
+    scales: tuple[float, float, float, float, float] = (1.0,) * 5  # what z, x, B, C and steps are multiplied by first
+    out_scale: float = 1.0  # what all that it gives is multiplied by
+
+    @property
+    def inner(self) -> int:
+        """Numbers that all heads read for a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a token's keys, of all groups."""
+        return self.num_groups * self.key_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that pass the convolution: [x | B | C]."""
+        return self.inner + 2 * self.keys
+
+    @property
+    def memory_size(self) -> int:
+        """Numbers of all heads' memories: [heads, head_dim, key_dim]."""
+        return self.inner * self.key_dim
+
+    @property
+    def state_size(self) -> int:
+        """See `Recurrence`: memories, then the tokens of the convolution."""
+        return self.memory_size + (self.conv - 1) * self.channels
+
+    @property
+    def step_width(self) -> int:
+        """See `Recurrence`: [z | x | B | C | steps]."""
+        return self.inner + self.channels + self.num_heads
+
+    @property
+    def divided(self) -> Mapping[str, int]:
+        """See `Recurrence`. A power of two of groups goes with any number of ranks, which may share one."""
+        shared = not self.num_groups & (self.num_groups - 1)
+        return {"heads of Mamba layers": self.num_heads, **({} if shared else {"Mamba groups": self.num_groups})}
+
+    def part(self, world_size: int) -> Mamba2:
+        """See `Recurrence`. Where there are fewer groups than ranks, several have the same one."""
+        groups = max(1, self.num_groups // world_size)
+        return replace(self, num_heads=self.num_heads // world_size, num_groups=groups)
+
+    def linears(self, hidden: int, roles: Container[str] = ()) -> Mapping[str, Sizes]:
+        """See `Recurrence`."""
+        return {"mamba_in": (self.step_width, hidden), "mamba_out": (hidden, self.inner)}
+
+    def parameters_beside(self, hidden: int) -> int:
+        """See `Recurrence`."""
+        norm = self.inner * (self.norm is not GateNorm.NONE)
+        biases = self.conv_bias * self.channels + self.bias * (self.step_width + hidden)
+        return self.channels * self.conv + 3 * self.num_heads + norm + biases

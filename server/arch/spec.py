@@ -30,6 +30,7 @@ class Residual(Enum):
     OUTPUT_NORMED:       x += norm(A(x));  x += norm(M(x))
     PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
     PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
+    ONE_BRANCH:          x += B(norm(x)), B being the only one of both that a layer has
     """
 
     PRE = "pre"
@@ -41,6 +42,7 @@ class Residual(Enum):
     OUTPUT_NORMED = "output_normed"
     PARALLEL_ONE_NORM = "parallel_one_norm"
     PARALLEL_TWO_NORMS = "parallel_two_norms"
+    ONE_BRANCH = "one_branch"
 
 
 class Activation(Enum):
@@ -206,7 +208,7 @@ class Scoring(Enum):
 
 @dataclass(frozen=True)
 class Moe:
-    """A mixture of gated mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
+    """A mixture of mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
 
     num_experts: int
     top_k: int
@@ -222,7 +224,8 @@ class Moe:
     group_best: int = 2  # of a group's experts, how many of the best tell by their sum how good it is
     scale: float = 1.0  # what the chosen experts' weights are multiplied by
     tolerance: float = 0.0  # of SPARSE_MIXER: how much worse, of its size, a logit may be
-    shared_width: int = 0  # of a gated mlp that all tokens go to; 0: none
+    shared_width: int = 0  # of an mlp that all tokens go to; 0: none
+    gated: bool = True  # whether experts, and what all tokens go to, are `Gated`
     shared_gate: bool = False  # whether what it gives is multiplied by the sigmoid of a number made of its input
     expert_scale: bool = False  # whether each expert's weight is multiplied by a number of its own
     weighs_inputs: bool = False  # experts' inputs are multiplied by their weights, and not what they give
@@ -292,7 +295,7 @@ class KvHeads:
 class LayerSpec:
     """What may differ between the layers of one model."""
 
-    mlp: Mlp
+    mlp: Mlp | None  # None: only attention, or what stands in its place
     position: Position | None  # None: attention knows no order but that of what is visible
     window: int = 0  # tokens that a query sees, itself included; 0: all
     chunk: int = 0  # sequences are cut into chunks of so many tokens, and a query sees its own alone; 0: they are not
@@ -460,9 +463,13 @@ def validate(spec: ArchSpec, world_size: int) -> None:
 
 
 def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
-    mlps = [layer.mlp for layer in spec.layers]
+    mlps = [layer.mlp for layer in spec.layers if layer.mlp is not None]
     shared = {mlp.shared_width for mlp in mlps if isinstance(mlp, Moe)}
-    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {mlp.width for mlp in mlps} | shared}
+    attends = any(layer.attends for layer in spec.layers)
+    sizes = {
+        "attention heads": {spec.num_heads} if attends else set(),
+        "mlp columns": {mlp.width for mlp in mlps} | shared,
+    }
     for kind in spec.recurrences:
         for what, size in kind.divided.items():
             sizes.setdefault(what, set()).add(size)
@@ -472,7 +479,7 @@ def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
         for size in sorted(values)
         if size % world_size
     ]
-    counts = {spec.num_kv_heads} | {spec.kv_heads(layer).count for layer in spec.layers}
+    counts = {spec.kv_heads(layer).count for layer in spec.layers if layer.attends}
     problems += [
         f"the model has {count} key-value heads, which do not fit --num-shard {world_size}"
         for count in sorted(counts)

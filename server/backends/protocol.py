@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.recurrences import GatedDelta, ShortConv
+from server.arch.recurrences import GatedDelta, Mamba2, ShortConv
 from server.arch.spec import Activation, ArchSpec, Scoring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
@@ -268,6 +268,31 @@ class ConvRule(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class MambaWeights:
+    """What one rank's Mamba-2 has beside matrices, C being the channels of its heads, N its heads, P a head's size."""
+
+    kind: Mamba2  # this rank's part
+    conv: Tensor  # [C, tokens] float32, the latest token last, multiplied by the channels' scales
+    conv_bias: Tensor | None  # [C] float32
+    decay: Tensor  # [N] float32: how fast each memory fades
+    step_bias: Tensor  # [N] float32, added to a token's steps
+    skip: Tensor  # [N] float32: the measure in which x is added to what is read
+    norm: Tensor  # [N * P] float32, multiplied by the scale of what comes out; by that alone where there is no norm
+    norm_size: int  # channels that are normalised together, on all ranks
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None  # where other ranks have some of these
+
+
+class MambaRule(Protocol):
+    """One rank's Mamba-2. Its sums are the same however a sequence is divided into steps."""
+
+    def __call__(self, zxbcdt: Tensor, state: Tensor, meta: StepMeta) -> Tensor:
+        """What the step's tokens read, normalised and gated: [T, N * P] in the dtype of zxbcdt.
+
+        zxbcdt: [T, step_width], [gates | channels | steps]; state: [rows, state_size] float32, as of a `DeltaRule`.
+        """
+
+
 class DeltaRule(Protocol):
     """One rank's gated delta rule. Its sums are the same however a sequence is divided into steps."""
 
@@ -439,6 +464,9 @@ class Backend(Protocol):
 
     def short_conv(self, weights: ShortConvWeights) -> ConvRule:
         """The short convolution of a recurrent layer."""
+
+    def mamba(self, weights: MambaWeights) -> MambaRule:
+        """The Mamba-2 of a recurrent layer."""
 
     def measured_products(self) -> Sequence[str]:
         """Which way each product is computed that was measured, for people; none where none was."""

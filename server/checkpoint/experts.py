@@ -31,8 +31,10 @@ class SeparateExperts:
     hidden: int
 
     def gate_up(self, expert: int) -> Stored:
-        """[gate | up] of one expert, [2 F, D]. Raises CheckpointError."""
+        """[gate | up] of one expert, [2 F, D], or up [F, D] where experts are not gated. Raises CheckpointError."""
         size, part = (self.kind.width, self.hidden), [self.weights.shard.range(self.kind.width)]
+        if not self.kind.gated:
+            return self.weights.linear("expert_up", size, rows=part, expert=expert)
         roles = ("expert_gate", "expert_up")
         both = joined([self.weights.linear(role, size, rows=part, expert=expert) for role in roles])
         if both is None:

@@ -54,7 +54,7 @@ class MoeMlp:
 
     router: LinearFormat  # [E, D], on every rank: all must choose the same experts
     routing: Routing
-    up: GroupedLinear  # [gate | up] of each expert
+    up: GroupedLinear  # [gate | up] of each expert, or up
     down: GroupedLinear
     activation: Activation
     router_bias: Tensor | None = None  # [E]
@@ -133,7 +133,7 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
     return MoeMlp(
         router=backend.linear(weights.rows("router", (count, hidden))),
         routing=_load_routing(weights, kind, backend),
-        up=backend.grouped(map(experts.gate_up, range(count)), count, is_gated=True),
+        up=backend.grouped(map(experts.gate_up, range(count)), count, is_gated=kind.gated),
         down=backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max),
         activation=kind.activation,
         router_bias=weights.bias("router", count) if kind.router_bias else None,
@@ -161,7 +161,15 @@ def _load_routing(weights: Weights, kind: Moe, backend: Backend) -> Routing:
 
 
 def _load_shared(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> DenseMlp:
-    size, part = (kind.shared_width, spec.hidden_size), [weights.shard.range(kind.shared_width)]
-    halves = [weights.linear(role, size, rows=part) for role in ("shared_gate", "shared_up")]
+    width, size = kind.shared_width, (kind.shared_width, spec.hidden_size)
+    start, stop = weights.shard.range(width)
+    if not kind.gated:
+        up = load_column(weights, "shared_up", size, backend.linear, bias=False)
+        return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)
+    if weights.has("shared_gate_up"):
+        rows = [(start, stop), (width + start, width + stop)]
+        halves = [weights.linear("shared_gate_up", (2 * width, spec.hidden_size), rows=rows)]
+    else:
+        halves = [weights.linear(role, size, rows=[(start, stop)]) for role in ("shared_gate", "shared_up")]
     up = ColumnLinear(stacked(halves, backend.linear, is_gated=True), None)
     return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)

@@ -170,9 +170,9 @@ class Stream:
 class Layer:
     """One layer of a decoder or an encoder."""
 
-    attention: Mixer
+    attention: Mixer | None
     cross: CrossBlock | None  # of an encoder-decoder's decoder
-    mlp: DenseMlp | MoeMlp
+    mlp: DenseMlp | MoeMlp | None
     norms: Mapping[str, Norm]
     shard: Shard
     wiring: Callable[[Layer, Stream, Tensor, LayerStep], Stream]
@@ -205,8 +205,14 @@ class Layer:
         self.cross.remember(encoded, kv, meta)
 
     def attend(self, x: Tensor, kv: Tensor, step: LayerStep) -> Branch:
-        """What attention adds for input x."""
+        """What attention, or what stands in its place, adds for input x."""
+        assert self.attention is not None
         return Branch(self.attention.out, self.attention(x, kv, step))
+
+    def feed(self, x: Tensor) -> Branch:
+        """What the mlp adds for input x."""
+        assert self.mlp is not None
+        return self.mlp.branch(x)
 
     def attend_to_encoder(self, x: Tensor, kv: Tensor, step: LayerStep) -> Branch:
         """What attention to the encoder's output adds for input x."""
@@ -251,26 +257,26 @@ def _sum_of(branches: Sequence[Branch]) -> Tensor:
 def _pre(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     x, normed = layer.add(x, layer.attend(normed, kv, step)).normed(layer.norms["mlp_norm"])
-    return layer.add(x, layer.mlp.branch(normed))
+    return layer.add(x, layer.feed(normed))
 
 
 def _pre_cross(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     x, normed = layer.add(x, layer.attend(normed, kv, step)).normed(layer.norms["cross_norm"])
     x, normed = layer.add(x, layer.attend_to_encoder(normed, kv, step)).normed(layer.norms["mlp_norm"])
-    return layer.add(x, layer.mlp.branch(normed))
+    return layer.add(x, layer.feed(normed))
 
 
 def _pre_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     _, normed = stream.normed(layer.norms["attention_norm"])
     _, normed = layer.add(normed, layer.attend(normed, kv, step)).normed(layer.norms["mlp_norm"])
-    return layer.add(normed, layer.mlp.branch(normed))
+    return layer.add(normed, layer.feed(normed))
 
 
 def _post(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x = stream.total
     _, x = layer.add(x, layer.attend(x, kv, step)).normed(layer.norms["attention_norm"])
-    _, x = layer.add(x, layer.mlp.branch(x)).normed(layer.norms["mlp_norm"])
+    _, x = layer.add(x, layer.feed(x)).normed(layer.norms["mlp_norm"])
     return Stream(x)
 
 
@@ -279,7 +285,7 @@ def _sandwich(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stre
     x, normed = stream.normed(norms["attention_norm"])
     attended = layer.add(x, layer.attend(normed, kv, step), norm=norms["attention_post_norm"])
     x, normed = attended.normed(norms["mlp_norm"])
-    return layer.add(x, layer.mlp.branch(normed), norm=norms["mlp_post_norm"])
+    return layer.add(x, layer.feed(normed), norm=norms["mlp_post_norm"])
 
 
 def _sandwich_mixed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
@@ -297,17 +303,22 @@ def _sandwich_mixed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -
 def _output_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x = stream.total
     x = layer.add(x, layer.attend(x, kv, step), norm=layer.norms["attention_post_norm"]).total
-    return layer.add(x, layer.mlp.branch(x), norm=layer.norms["mlp_post_norm"])
+    return layer.add(x, layer.feed(x), norm=layer.norms["mlp_post_norm"])
 
 
 def _parallel_one_norm(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
-    return layer.add(x, layer.attend(normed, kv, step), layer.mlp.branch(normed))
+    return layer.add(x, layer.attend(normed, kv, step), layer.feed(normed))
 
 
 def _parallel_two_norms(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
-    return layer.add(x, layer.attend(normed, kv, step), layer.mlp.branch(layer.norms["mlp_norm"](x)))
+    return layer.add(x, layer.attend(normed, kv, step), layer.feed(layer.norms["mlp_norm"](x)))
+
+
+def _one_branch(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    x, normed = stream.normed(layer.norms["attention_norm"])
+    return layer.add(x, layer.feed(normed) if layer.attention is None else layer.attend(normed, kv, step))
 
 
 # How a layer is wired, and which norms that takes.
@@ -332,4 +343,5 @@ WIRINGS = {
     Residual.OUTPUT_NORMED: (_output_normed, ("attention_post_norm", "mlp_post_norm")),
     Residual.PARALLEL_ONE_NORM: (_parallel_one_norm, ("attention_norm",)),
     Residual.PARALLEL_TWO_NORMS: (_parallel_two_norms, ("attention_norm", "mlp_norm")),
+    Residual.ONE_BRANCH: (_one_branch, ("attention_norm",)),
 }

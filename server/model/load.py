@@ -207,7 +207,7 @@ class StackLoader:
         return Layer(
             attention=self._mixer(layer, attention),
             cross=self._cross() if self.spec.encoder else None,
-            mlp=load_mlp(self.weights, self.spec, layer.mlp, self.backend),
+            mlp=None if layer.mlp is None else load_mlp(self.weights, self.spec, layer.mlp, self.backend),
             norms={role: self._norm(role, self.spec.hidden_size) for role in norms},
             shard=self.weights.shard,
             wiring=wiring,
@@ -235,10 +235,11 @@ class StackLoader:
             spec,
         )
 
-    def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer:
+    def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer | None:
         if layer.recurrence is not None:
             return load_recurrence(self.weights, self.spec, layer.recurrence, self.backend)
-        assert attention is not None
+        if attention is None:
+            return None
         if layer.latent is not None:
             return load_latent(self.weights, self.spec, layer, self.backend, attention)
         return self._queries(layer, attention) if layer.kv_from else self._attention(layer, attention)

@@ -138,6 +138,11 @@ def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> 
         )
     places = _places(config, device, "kv", config.kv_on_device, config.kv_on_host, NO_KV_FOLDER)
     windows = [layer.window for layer in spec.layers if layer.attends]
+    if not windows:
+        raise ValueError(
+            f"--kv-on-device is {config.kv_on_device}, but no layer attends, so that there are no keys and values to "
+            "move: leave it out"
+        )
     encoder_layers = spec.encoder.num_layers if spec.encoder else 0
     return OffloadedKv(on_device, places, windows, encoder_layers)
 

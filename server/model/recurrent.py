@@ -2,7 +2,7 @@
 
 A sequence's state is a row of the layer's cache [rows, W] float32, W being `Recurrence.state_size`. Of a gated delta
 rule, heads are divided over the ranks by those of keys, each with the heads of values that share it; of a short
-convolution, channels.
+convolution, channels; of Mamba-2, heads, each with the keys and queries of its group.
 
 Shapes: T tokens in the step, D model width, C local channels, N local heads, K heads of keys of all ranks.
 """
@@ -11,18 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from server.arch.recurrences import GatedDelta, Recurrence, ShortConv
+from server.arch.recurrences import GatedDelta, GateNorm, Mamba2, Recurrence, ShortConv
 from server.arch.spec import ArchSpec
-from server.backends.protocol import Backend, ConvRule, DeltaRule, DeltaWeights, LinearFormat, ShortConvWeights
+from server.backends.protocol import (
+    Backend,
+    ConvRule,
+    DeltaRule,
+    DeltaWeights,
+    LinearFormat,
+    MambaRule,
+    MambaWeights,
+    ShortConvWeights,
+)
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, merged
 from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
 from server.model.layer import LayerStep, Mixer
+from server.ranks.collectives import Shard
 
 
 @dataclass(frozen=True)
@@ -163,8 +174,84 @@ def load_short_conv(weights: Weights, spec: ArchSpec, kind: ShortConv, backend: 
     return ShortConvBlock(bcx, out, backend.short_conv(rule))
 
 
+@dataclass(frozen=True)
+class MambaBlock:
+    """Projections around Mamba-2. See `layer.Mixer`."""
+
+    zxbcdt: ColumnLinear  # rows [gates | values | keys | queries | steps] of this rank's heads
+    out: RowLinear
+    rule: MambaRule
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [self.zxbcdt.weight, self.out.weight]
+
+    def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
+        """x [T, D] → what its heads read [T, N * P], not yet projected; states in `kv` [rows, W] advance."""
+        return self.rule(self.zxbcdt(x), kv, step.meta)
+
+
+def load_mamba(weights: Weights, spec: ArchSpec, kind: Mamba2, backend: Backend) -> MambaBlock:
+    """This rank's part of one Mamba-2 layer."""
+    linears, shard = kind.linears(spec.hidden_size), weights.shard
+    heads = shard.range(kind.num_heads)
+    inner = (heads[0] * kind.head_dim, heads[1] * kind.head_dim)
+    channels = _channels_of_mamba(kind, shard)
+    steps = kind.inner + kind.channels
+    rows = [inner, *_moved(channels, kind.inner), *_moved([heads], steps)]
+    zxbcdt = load_column(weights, "mamba_in", linears["mamba_in"], backend.linear, bias=kind.bias, ranges=merged(rows))
+    out = load_row(weights, "mamba_out", linears["mamba_out"], backend.linear, bias=kind.bias)
+    return MambaBlock(zxbcdt, out, backend.mamba(_mamba_weights(weights, kind, channels, heads, inner)))
+
+
+def _mamba_weights(
+    weights: Weights, kind: Mamba2, channels: Ranges, heads: tuple[int, int], inner: tuple[int, int]
+) -> MambaWeights:
+    exact, shard, part = replace(weights, dtype=torch.float32), weights.shard, kind.part(weights.shard.world_size)
+    of_heads = partial(exact.vector, "mamba", kind.num_heads, ranges=[heads])
+    conv = exact.filters("mamba_conv", (kind.channels, kind.conv), channels)
+    of_channels = [part.inner, part.keys, part.keys]
+    scales = torch.cat([conv.new_full((size,), by) for size, by in zip(of_channels, kind.scales[1:4], strict=True)])
+    has_norm = kind.norm is not GateNorm.NONE
+    norm = exact.vector("mamba_norm", kind.inner, ranges=[inner]) if has_norm else conv.new_ones(part.inner)
+    return MambaWeights(
+        kind=part,
+        conv=conv * scales.unsqueeze(1),
+        conv_bias=exact.bias("mamba_conv", kind.channels, ranges=channels) if kind.conv_bias else None,
+        decay=of_heads(suffix="A_log").exp(),
+        step_bias=of_heads(suffix="dt_bias"),
+        skip=of_heads(suffix="D"),
+        norm=norm * kind.out_scale,
+        norm_size=kind.inner // kind.num_groups,
+        sum_over_ranks=partial(_sum_of_groups, shard, kind.num_groups) if kind.num_groups < shard.world_size else None,
+    )
+
+
+def _channels_of_mamba(kind: Mamba2, shard: Shard) -> Ranges:
+    """Where values, keys and queries of this rank's heads are among all channels."""
+    part, d = kind.part(shard.world_size), kind.key_dim
+    first = shard.rank * part.num_heads
+    group = first // (kind.num_heads // kind.num_groups)
+    keys = (group * d, (group + part.num_groups) * d)
+    values = (first * kind.head_dim, (first + part.num_heads) * kind.head_dim)
+    return merged([values, *_moved([keys], kind.inner), *_moved([keys], kind.inner + kind.keys)])
+
+
+def _moved(ranges: Ranges, by: int) -> Ranges:
+    return [(start + by, stop + by) for start, stop in ranges]
+
+
+def _sum_of_groups(shard: Shard, num_groups: int, numbers: Tensor) -> Tensor:
+    """Numbers [T, 1] of this rank's part of a group → their sum [T, 1] over the ranks that have some of it."""
+    own = shard.rank * num_groups // shard.world_size
+    every = numbers.new_zeros(len(numbers), num_groups)
+    every[:, own : own + 1] = numbers
+    return shard.all_reduce(every)[:, own : own + 1]
+
+
 LOADERS: Mapping[type, Callable[[Weights, ArchSpec, Any, Backend], Mixer]] = {
     GatedDelta: load_delta,
+    Mamba2: load_mamba,
     ShortConv: load_short_conv,
 }
 

@@ -228,6 +228,7 @@ def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cac
         sizes=differ,
         rows=rows,
         states=tuple(states),
+        attending=tuple(layer.attends for layer in layers),
         sources=tuple(i - layer.kv_from for i, layer in enumerate(layers)) if is_shared else (),
     )
 

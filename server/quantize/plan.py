@@ -26,7 +26,7 @@ PLACES: Mapping[str, tuple[str, str, Sequence[tuple[str, ...]]]] = {
 }
 EXPERT_ROLES = {"up": ("expert_gate", "expert_up"), "down": ("expert_down",)}
 # Roles of matrices that stay as they are.
-SHARED = ("shared_router", "shared_gate", "shared_up", "shared_down")
+SHARED = ("shared_router", "shared_gate", "shared_up", "shared_gate_up", "shared_down")
 KEPT = ("head", "attention_gate", "router", *SHARED, "project_in", "project_out")
 
 

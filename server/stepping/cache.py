@@ -30,6 +30,7 @@ from server.stepping.batch import Forward
 from server.stepping.sequences import StepError
 
 STATE_DTYPE = torch.float32  # sums of thousands of tokens
+BLOCKS_OF_STATE = 64  # that a kept state takes where no layer has tokens, whose blocks hold nothing else
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,27 @@ class KVShape:
     format: KvFormat = AS_COMPUTED
     sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
     rows: int = 2  # of a token for each kv head: key and value, or one that is both
-    states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer, 0 where it attends; empty: all attend
+    states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer; empty: all attend, and none has one
     sources: tuple[int, ...] = ()  # whose keys and values, or state, every layer uses; empty: each has its own
+    attending: tuple[bool, ...] = ()  # which layers have blocks, where some have states
 
     @property
     def layers(self) -> Sequence[KVShape]:
         """The same of each layer alone."""
         sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
-        one = replace(self, num_layers=1, sizes=(), states=(), sources=())
+        one = replace(self, num_layers=1, sizes=(), states=(), sources=(), attending=())
         return [replace(one, num_kv_heads=kv_heads, head_dim=head_dim) for kv_heads, head_dim in sizes]
 
     @property
+    def holds_states_alone(self) -> bool:
+        """Whether layers have states, and none attends."""
+        return bool(sum(self.states)) and not self.num_layers
+
+    @property
     def bytes_per_token(self) -> int:
-        """Key and value, all layers."""
+        """Key and value, all layers. Where no layer attends, a token's share of what a block has for kept states."""
+        if self.holds_states_alone:
+            return STATE_DTYPE.itemsize * -(-sum(self.states) // (BLOCKS_OF_STATE * BLOCK_SIZE))
         if self.sizes:
             return sum(layer.bytes_per_token for layer in self.layers)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
@@ -90,7 +99,7 @@ def choose_tokens(
     wanted: what the user asked for, 0 when nothing; useful: more than this can never be used; free_bytes: memory that
     the cache may take; where: what has it. Raises ValueError with the number that fits when the wish does not.
     """
-    # A pipeline stage of recurrent layers alone has blocks of nothing.
+    # A pipeline stage of mlps alone has blocks of nothing.
     fits = max(0, free_bytes // (max(1, bytes_per_token) * BLOCK_SIZE)) * BLOCK_SIZE
     if wanted and num_blocks(wanted) * BLOCK_SIZE > fits:
         raise ValueError(
@@ -108,6 +117,8 @@ def choose_tokens(
 def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     """One zeroed tensor [rows, blocks, kv_heads, block_size, width] per layer; none for a cache that is not paged.
 
+    Where no layer attends, one [blocks, bytes] for kept states.
+
     A block's tokens lie together for each head, so that attention reads a head's keys in long runs. The width is the
     format's.
 
@@ -115,6 +126,8 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     """
     if not shape.is_paged:
         return []
+    if shape.holds_states_alone:
+        return [device.empty_kv((blocks, shape.bytes_per_block), torch.uint8)]
     stored = shape.format.stored(shape.dtype)
     return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
 
@@ -127,13 +140,13 @@ def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Devic
     if not any(shape.states) and not shape.sources:
         return list(kv)
     attending, caches = iter(kv), list[Tensor]()
-    for layer, numbers in enumerate(shape.states):
+    for layer, (numbers, attends) in enumerate(zip(shape.states, shape.attending, strict=True)):
         if shape.sources and shape.sources[layer] != layer:
             caches.append(caches[shape.sources[layer]])
-        elif numbers:
-            caches.append(torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device))
-        else:
+        elif attends:
             caches.append(next(attending))
+        else:
+            caches.append(torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device))
     return caches
 
 

@@ -150,6 +150,8 @@ class Engine:
 
     def _block_parts(self) -> list[Tensor]:
         """Views of the KV cache [B, n], row b of each being of block b."""
+        if self.kv_shape.holds_states_alone:
+            return self._kv_caches
         layers = zip(self._kv_caches, self.kv_shape.layers, strict=True)
         parts = [self.backend.block_parts(kv, layer.format, layer.head_dim) for kv, layer in layers]
         return [part for of_layer in parts for part in of_layer]

@@ -86,6 +86,36 @@ DELTA_EXPERTS: dict[str, Any] = DELTA_SIZES | {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+MAMBA_SIZES: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_expand": 4,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 1,
+}
+NEMOTRON_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 12,
+    "n_groups": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+GRANITE_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 4.0,
+}
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
@@ -163,6 +193,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "lfm2", LLAMA_SIZES | {"num_hidden_layers": 4, "block_auto_adjust_ff_dim": False,
                                "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe", LLAMA_SIZES | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
+                                   "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid", LLAMA_SIZES | MAMBA_SIZES | GRANITE_MULTIPLIERS | {
+            "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid", LLAMA_SIZES | MAMBA_SIZES | GRANITE_MULTIPLIERS | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_groups": 2,
+            "num_local_experts": 0, "shared_intermediate_size": 96, "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": (
+        "nemotron_h", NEMOTRON_SIZES | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"]},
+    ),
+    "mamba2": (
+        "mamba2", {"hidden_size": 64, "num_heads": 8, "head_dim": 32, "expand": 4, "state_size": 12, "n_groups": 2,
+                   "num_hidden_layers": 3},
     ),
     "gemma": ("gemma", LLAMA_SIZES | {"head_dim": 16}),
     "gemma2": (
@@ -311,7 +363,7 @@ def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
         is_norm = "norm" in name or ".ln_" in name or "ln_f" in name
         parameter.data.normal_(0.5 if is_norm else 0.0, 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0.0, 0.2)
         if name.endswith("layer_scalar"):
             buffer.normal_(0.9, 0.2)

@@ -69,8 +69,11 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 FLAG_OR_TEXT = Kind("true, false or a text", lambda value: isinstance(value, bool | str))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+SIZE_OR_AUTO = Kind("a whole number above 0, or auto", lambda value: SIZE.fits(value) or value == "auto")
 PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
 TEXTS = _list("texts", TEXT.fits)
+INFINITY = {"__float__": "Infinity"}  # as transformers writes it
+LIMITS = _list("numbers", lambda value: _is_number(value) or value in (math.inf, INFINITY))
 WHOLES = _list("whole numbers", COUNT.fits)
 NUMBERS = _list("numbers", _is_number)
 
@@ -79,17 +82,19 @@ FIELDS: dict[str, Kind] = {
     for kind, names in (
         (
             SIZE,
-            "attention_chunk_size block_ff_dim block_multiple_of conv_L_cache d_ff d_kv d_model decoder_sparse_step "
-            "experts_per_token ffn_dim ffn_hidden_size floor_scale full_attention_interval global_attn_every_n_layers "
-            "global_head_dim head_dim hidden_size interleave_moe_layer_step intermediate_size intermediate_size_mlp "
-            "kv_channels kv_lora_rank linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads "
-            "linear_num_value_heads linear_value_head_dim moe_intermediate_size moe_k moe_layer_freq "
-            "moe_layer_interval multi_query_group_num n_embd n_embed n_group n_head n_heads n_inner n_routed_experts "
-            "no_rope_layer_interval num_attention_heads num_experts_per_tok num_global_key_value_heads num_heads "
-            "num_key_value_heads num_kv_heads num_local_experts padded_vocab_size q_lora_rank qk_nope_head_dim "
-            "qk_rope_head_dim relative_attention_max_distance relative_attention_num_buckets rotary_dim "
-            "shared_expert_intermediate_size top_k_experts topk_group v_head_dim vocab_size "
-            "vocab_size_per_layer_input word_embed_proj_dim",
+            "attention_chunk_size block_ff_dim block_multiple_of conv_L_cache conv_kernel d_ff d_kv d_model "
+            "decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size floor_scale full_attention_interval "
+            "global_attn_every_n_layers global_head_dim head_dim hidden_size interleave_moe_layer_step "
+            "intermediate_size intermediate_size_mlp kv_channels kv_lora_rank linear_conv_kernel_dim "
+            "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_d_conv "
+            "mamba_d_ssm mamba_d_state mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads "
+            "moe_intermediate_size moe_k moe_latent_size moe_layer_freq moe_layer_interval "
+            "moe_shared_expert_intermediate_size multi_query_group_num n_embd n_embed n_group n_groups n_head n_heads "
+            "n_inner no_rope_layer_interval num_attention_heads num_global_key_value_heads num_heads "
+            "num_key_value_heads num_kv_heads padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+            "relative_attention_max_distance relative_attention_num_buckets rotary_dim "
+            "shared_expert_intermediate_size shared_intermediate_size ssm_state_size state_size top_k_experts "
+            "topk_group v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -99,9 +104,9 @@ FIELDS: dict[str, Kind] = {
         (
             COUNT,
             "decoder_start_token_id first_k_dense_replace hidden_size_per_layer_input max_window_layers "
-            "moe_layer_start_index moe_num_experts moe_num_shared_experts n_shared_experts num_dense_layers "
-            "num_experts num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers num_nextn_predict_layers "
-            "num_shared_experts sliding_window",
+            "moe_layer_start_index moe_num_experts moe_num_shared_experts n_routed_experts n_shared_experts "
+            "num_dense_layers num_experts num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn "
+            "num_local_experts num_mtp_layers num_nextn_predict_layers num_shared_experts sliding_window",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
@@ -118,30 +123,33 @@ FIELDS: dict[str, Kind] = {
             "layer_norm_epsilon layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_eps "
             "norm_epsilon partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps "
             "rope_local_base_freq rope_ratio rope_theta rotary_emb_base rotary_pct route_scale routed_scaling_factor "
-            "short_mscale swiglu_alpha swiglu_limit",
+            "short_mscale swiglu_alpha swiglu_limit time_step_min",
         ),
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
             "attention_bias attention_k_eq_v attention_out_bias bias block_auto_adjust_ff_dim conv_bias "
-            "do_layer_norm_before enable_bias enable_moe_block lm_head_bias mlp_bias multi_query "
-            "multi_query_attention mup_enabled new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
-            "qkv_bias rope_interleave route_norm scale_decoder_outputs tie_embedding tie_word_embeddings truncate "
-            "use_bias use_double_wide_mlp use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
+            "do_layer_norm_before enable_bias enable_moe_block lm_head_bias mamba_conv_bias mamba_proj_bias mlp_bias "
+            "multi_query multi_query_attention mup_enabled new_decoder_architecture norm_topk_prob parallel_attn "
+            "qk_layernorm qkv_bias rope_interleave route_norm scale_decoder_outputs tie_embedding tie_word_embeddings "
+            "truncate use_bias use_conv_bias use_double_wide_mlp use_expert_bias use_parallel_residual use_qk_norm "
+            "use_qkv_bias use_sliding_window",
         ),
         (FLAG_OR_TEXT, "use_bidirectional_attention"),
         (
             TEXT,
-            "activation activation_function feed_forward_proj hidden_act hidden_activation model_type rope_type "
-            "topk_method type",
+            "activation activation_function feed_forward_proj hidden_act hidden_activation hybrid_override_pattern "
+            "mlp_hidden_act model_type position_embedding_type rope_type topk_method type",
         ),
         (
             OBJECT,
             "attn_config full_attention per_layer_config rope_parameters rope_scaling sliding_attention text_config",
         ),
-        (TEXTS, "layer_types mlp_layer_types"),
+        (TEXTS, "layer_types layers_block_type mlp_layer_types"),
         (WHOLES, "full_attn_idxs mlp_only_layers moe_layers no_rope_layers"),
         (NUMBERS, "long_factor short_factor"),
+        (LIMITS, "time_step_limit"),
+        (SIZE_OR_AUTO, "mamba_d_head"),
     )
     for name in names.split()
 }
@@ -261,10 +269,19 @@ def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool])
     return replace(spec, layers=tuple(windows))
 
 
+def step_limits(config: Config) -> tuple[float, float]:
+    """Between which the steps of Mamba layers are kept."""
+    least, most = config.get("time_step_limit") or (0.0, math.inf)
+    return least, math.inf if most == INFINITY else most
+
+
 def mixture(config: Config, *, width: int) -> Moe:
     """The mixture of experts of this width that config.json describes by the names that most families use."""
+    experts = config.get("num_experts") or config.get("n_routed_experts") or config["num_local_experts"]
+    if not (experts and config["num_experts_per_tok"]):
+        raise ValueError("config.json says a mixture of no experts, or of none for a token: download it again")
     return Moe(
-        num_experts=config.get("num_experts") or config.get("n_routed_experts") or config["num_local_experts"],
+        num_experts=experts,
         top_k=config["num_experts_per_tok"],
         width=width,
         activation=activation(config["hidden_act"]),

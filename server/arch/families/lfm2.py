@@ -1,14 +1,17 @@
-"""LFM2 (Liquid AI 2025): gated short convolutions in most layers, attention with norms of each head in the others."""
+"""LFM2 (Liquid AI 2025): gated short convolutions in most layers, attention with norms of each head in the others.
+
+The mixture chooses experts by sigmoids and a bias, behind a few dense layers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, layer_types
-from server.arch.names import NameMap
+from server.arch.families.hf_config import Config, layer_types, mixed, mixture
+from server.arch.names import FusedRows, NameMap
 from server.arch.recurrences import ShortConv
-from server.arch.spec import ArchSpec
+from server.arch.spec import ArchSpec, Scoring
 
 NAMES = NameMap(
     roles={
@@ -28,6 +31,24 @@ NAMES = NameMap(
     },
     prefixes=llama.NAMES.prefixes,
     ignore=llama.NAMES.ignore,
+)
+
+EXPERTS = "layers.{i}.feed_forward.experts"
+NAMES_OF_MOE = replace(
+    NAMES,
+    roles={
+        **NAMES.roles,
+        "router": "layers.{i}.feed_forward.gate",
+        "choice_bias": "layers.{i}.feed_forward.expert_bias",
+        "expert_gate": f"{EXPERTS}.{{e}}.w1",
+        "expert_up": f"{EXPERTS}.{{e}}.w3",
+        "expert_down": f"{EXPERTS}.{{e}}.w2",
+    },
+    fused_experts={
+        "expert_gate": FusedRows(f"{EXPERTS}.gate_up_proj", 0, 2),
+        "expert_up": FusedRows(f"{EXPERTS}.gate_up_proj", 1, 2),
+        "expert_down": FusedRows(f"{EXPERTS}.down_proj"),
+    },
 )
 
 
@@ -51,6 +72,18 @@ def spec(config: Config) -> ArchSpec:
         for layer, name in zip(base.layers, types, strict=True)
     )
     return replace(base, layers=layers)
+
+
+def spec_of_moe(config: Config) -> ArchSpec:
+    usual = {"hidden_act": "silu", "norm_topk_prob": True, **config}
+    moe = replace(
+        mixture(usual, width=config["moe_intermediate_size"]),
+        scoring=Scoring.SIGMOID,
+        choice_bias=config.get("use_expert_bias", True),
+        scale=config.get("routed_scaling_factor", 1.0),
+    )
+    base = spec({**config, "block_auto_adjust_ff_dim": False})
+    return mixed(base, moe, lambda i: i >= config.get("num_dense_layers", 2))
 
 
 def _width(config: Config) -> int:

@@ -27,7 +27,7 @@ from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, 
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
-from server.backends.cpu.recurrence import KernelDelta, KernelShortConv, can_compute
+from server.backends.cpu.recurrence import KernelDelta, KernelMamba, KernelShortConv, can_compute
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
     SOFTMAX,
@@ -39,6 +39,8 @@ from server.backends.protocol import (
     GroupedLinear,
     LinearFormat,
     Logits,
+    MambaRule,
+    MambaWeights,
     Maximum,
     Norm,
     RouterRule,
@@ -122,6 +124,9 @@ class CpuBackend(ReferenceBackend):
 
     def short_conv(self, weights: ShortConvWeights) -> ConvRule:
         return KernelShortConv(self._kernels, weights)
+
+    def mamba(self, weights: MambaWeights) -> MambaRule:
+        return KernelMamba(self._kernels, weights) if can_compute(weights.kind) else super().mamba(weights)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         if world_size > 1:

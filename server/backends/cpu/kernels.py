@@ -106,6 +106,7 @@ class Kernels:
         self.write = self._by_dtype("write", "pplppllpliii")
         self.attend = self._by_dtype("attend", "ppplplpppplpiiiiili")
         self.delta = self._by_dtype("delta", "pppplppppli")
+        self.mamba = self._by_dtype("mamba", "ppplppppppli")
         self.short_conv = self._by_dtype("short_conv", "ppplppppli")
         self.summarise = self._function("summarise_logits", "pllllpppi")
         self.race = self._function("race_logits", "pllllppppi")

@@ -1,4 +1,4 @@
-"""Recurrences by compiled kernels, for prompts and single tokens alike (see `delta.cpp` and `short_conv.cpp`).
+"""Recurrences by compiled kernels, for prompts and single tokens alike (`delta.cpp`, `mamba.cpp`, `short_conv.cpp`).
 
 The order of the numbers within a head's memory is the kernels' own: what this backend writes, only it reads.
 """
@@ -10,9 +10,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from server.arch.recurrences import GatedDelta
+from server.arch.recurrences import GatedDelta, GateNorm, Mamba2
 from server.backends.cpu.kernels import Function, Kernels
-from server.backends.protocol import DeltaWeights, ShortConvWeights, StepMeta
+from server.backends.protocol import DeltaWeights, MambaWeights, ShortConvWeights, StepMeta
+from server.backends.reference.mamba import StockMamba
 
 TILE = 32  # columns of a memory, of which a head has whole tiles
 
@@ -34,9 +35,9 @@ class _Delta(ctypes.Structure):
     )
 
 
-def can_compute(kind: GatedDelta) -> bool:
-    """Whether the kernel computes with such heads."""
-    return kind.value_dim % TILE == 0
+def can_compute(kind: GatedDelta | Mamba2) -> bool:
+    """Whether the kernels compute with such heads."""
+    return (kind.head_dim if isinstance(kind, Mamba2) else kind.value_dim) % TILE == 0
 
 
 class KernelDelta:
@@ -88,12 +89,53 @@ class KernelShortConv:
         return out
 
 
+class _Mamba(ctypes.Structure):
+    """`Mamba` of mamba.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("heads", "groups", "head_dim", "key_dim", "taps", "norm_kind")),
+        *((name, ctypes.c_void_p) for name in ("conv", "conv_bias", "decay", "step_bias", "skip", "norm")),
+        *((name, ctypes.c_float) for name in ("eps", "gate_scale", "step_scale", "least_step", "most_step")),
+    )
+
+
+NORM_KINDS = {GateNorm.NONE: 0, GateNorm.BEHIND: 1, GateNorm.BEFORE: 2}  # as in mamba.cpp
+
+
+class KernelMamba(StockMamba):
+    """See `protocol.MambaRule`. A norm over what several ranks have is left to stock operators."""
+
+    def __init__(self, kernels: Kernels, weights: MambaWeights):
+        super().__init__(weights)
+        kind = weights.kind
+        self._kernels = kernels
+        vectors = (weights.conv_bias, weights.decay, weights.step_bias, weights.skip, weights.norm)
+        self._kept = [weights.conv.t().contiguous(), *(v if v is None else v.contiguous() for v in vectors)]
+        sizes = (kind.num_heads, kind.num_groups, kind.head_dim, kind.key_dim, kind.conv, NORM_KINDS[kind.norm])
+        numbers = (kind.eps, kind.scales[0], kind.scales[-1], kind.least_step, kind.most_step)
+        self._fields = _Mamba(*sizes, *map(_address, self._kept), *numbers)
+        self._at = ctypes.addressof(self._fields)
+
+    def __call__(self, zxbcdt: Tensor, state: Tensor, meta: StepMeta) -> Tensor:
+        kind, tokens = self._kind, len(zxbcdt)
+        mixed = zxbcdt.new_empty(tokens, kind.channels, dtype=torch.float32)
+        read = zxbcdt.new_empty(tokens, kind.inner, dtype=torch.float32)
+        out = zxbcdt.new_empty(tokens, kind.inner) if self._weights.sum_over_ranks is None else None
+        _advance(self._kernels.mamba[zxbcdt.dtype], self._at, (zxbcdt,), state, meta, (mixed, read, out))
+        return self._finished(read, zxbcdt[:, : kind.inner]).to(zxbcdt.dtype) if out is None else out
+
+
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
 def _advance(
-    kernel: Function, at: int, inputs: tuple[Tensor, ...], state: Tensor, meta: StepMeta, outputs: tuple[Tensor, ...]
+    kernel: Function,
+    at: int,
+    inputs: tuple[Tensor, ...],
+    state: Tensor,
+    meta: StepMeta,
+    outputs: tuple[Tensor | None, ...],
 ) -> None:
     """Call a kernel of a recurrence. at: address of what it knows of its layer."""
     assert meta.rows is not None, "steps of models with recurrent layers name their rows"
@@ -107,7 +149,7 @@ def _advance(
         meta.rows.data_ptr(),
         meta.positions.data_ptr(),
         _address(starts),
-        *(tensor.data_ptr() for tensor in outputs),
+        *map(_address, outputs),
         sequences,
         torch.get_num_threads(),
     )

@@ -23,6 +23,8 @@ from server.backends.protocol import (
     GroupedLinear,
     LinearFormat,
     Logits,
+    MambaRule,
+    MambaWeights,
     Maximum,
     Norm,
     RouterRule,
@@ -43,6 +45,7 @@ from server.backends.reference.linear import (
     stock_gate,
 )
 from server.backends.reference.logits import StockLogits
+from server.backends.reference.mamba import StockMamba
 from server.backends.reference.quantised import QuantisedFormat
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.quantisation.stored import QuantisedWeight, Stored
@@ -117,6 +120,9 @@ class ReferenceBackend:
 
     def short_conv(self, weights: ShortConvWeights) -> ConvRule:
         return StockShortConv(weights)
+
+    def mamba(self, weights: MambaWeights) -> MambaRule:
+        return StockMamba(weights)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"

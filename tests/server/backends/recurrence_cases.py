@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.arch.recurrences import GatedDelta, Recurrence, ShortConv
-from server.backends.protocol import Backend, DeltaWeights, ShortConvWeights, StepMeta
+from server.arch.recurrences import GatedDelta, GateNorm, Mamba2, Recurrence, ShortConv
+from server.backends.protocol import Backend, DeltaWeights, MambaWeights, ShortConvWeights, StepMeta
 from server.backends.reference.convolution import StockShortConv
 from server.backends.reference.delta import StockDelta
+from server.backends.reference.mamba import StockMamba
 
 ROWS = 6
 Run = tuple[int, int, int]  # row, first position, tokens
@@ -33,6 +34,14 @@ def delta_weights(kind: GatedDelta) -> DeltaWeights:
 def short_conv_weights(kind: ShortConv) -> ShortConvWeights:
     bias = normal(kind.channels) if kind.bias else None
     return ShortConvWeights(kind, normal(kind.channels, kind.conv), bias)
+
+
+def mamba_weights(kind: Mamba2) -> MambaWeights:
+    heads, bias = kind.num_heads, normal(kind.channels) if kind.conv_bias else None
+    decay, step_bias, skip = normal(3, heads).unbind()
+    norm_size = kind.inner // kind.num_groups
+    conv = normal(kind.channels, kind.conv)
+    return MambaWeights(kind, conv, bias, decay.exp(), step_bias, skip, normal(kind.inner), norm_size)
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,20 @@ class Case:
 
 DELTA = GatedDelta(num_heads=6, num_key_heads=3, key_dim=20, value_dim=64, conv=4)
 CONV = ShortConv(channels=300, conv=3, bias=True)
+MAMBAS = {
+    norm: Mamba2(
+        num_heads=6, num_groups=groups, head_dim=64, key_dim=20, conv=4, eps=1e-5, norm=norm, conv_bias=groups > 1,
+        scales=(0.5, 1.0, 1.0, 1.0, 2.0), least_step=0.3, most_step=1.5,
+    )
+    for norm, groups in zip(GateNorm, (1, 3, 2), strict=True)
+}  # fmt: skip
 CASES: dict[str, Case] = {
+    **{
+        f"Mamba-2, norm {norm.value}": Case(
+            kind, mamba_weights(kind), (kind.step_width,), StockMamba, lambda backend, weights: backend.mamba(weights)
+        )
+        for norm, kind in MAMBAS.items()
+    },
     "gated delta rule": Case(
         DELTA,
         delta_weights(DELTA),

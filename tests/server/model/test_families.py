@@ -44,8 +44,18 @@ VISION_MODELS = (
 )
 LoadCase = Callable[[str, str], tuple[Engine, Oracle]]
 WAYS = ("reference", "kernels")
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2")  # whose states are of one sequence alone
-LONG = ("qwen3_5", "lfm2")  # one of each kind of recurrence
+RECURRENT = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "lfm2",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "granitemoehybrid-dense",
+    "nemotron_h",
+    "mamba2",
+)  # whose states are of one sequence alone
+LONG = ("qwen3_5", "lfm2", "granitemoehybrid")  # one of each kind of recurrence
 ENCODER_DECODERS = ("t5", "t5-gated", "mt5")  # whose prompts are encoded whole and shared with no one
 
 

@@ -30,6 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from server.arch import families
 from server.arch.families import Family
+from server.arch.recurrences import Mamba2
 from server.arch.spec import (
     SHARD_COUNTS,
     Alibi,
@@ -64,7 +65,7 @@ META, DTYPE = torch.device("meta"), torch.bfloat16
 IN_FEWER_BITS = re.compile(r"_(blocks|scales)$")  # two parameters of MXFP4 in a byte, and exponents, which are none
 MOST_TENSORS = 150  # that are loaded of a checkpoint: its first layers, some of them with numbers of two digits
 NUMS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")  # in configs
-BY_LAYER = {"layer_types", "no_rope_layers"}  # in configs, one for each
+BY_LAYER = {"hybrid_override_pattern", "layer_types", "no_rope_layers"}  # in configs, one for each
 Shape = tuple[int, ...]
 Region = tuple[tuple[int, int], ...]  # half-open, one for each dimension
 
@@ -115,16 +116,20 @@ EXPECTED = {
     "gpt-oss-20b": Expected(EVERY, OF_GPT_OSS, (12, 128)),
     "gpt2": Expected(UP_TO_4, Learned(1024)),  # 12 heads
     "granite-3.1-1b-a400m": Expected(EVERY, Rope(1500000.0, 64)),
+    "granite-4.0-h-micro": Expected(EVERY, None),
+    "granite-4.0-h-tiny": Expected(UP_TO_4, None),  # 12 heads
     "granite-3.1-8b": Expected(EVERY, Rope(10000000.0, 128)),
     "hunyuan-7b": Expected(EVERY, Rope(10000.0 * 1000.0 ** (128 / 126), 128)),
     "kimi-k2": Expected(EVERY, Rope(50000.0, 64, True, YarnScaling(32.0, 4096, 1.0, magnitude=1.0))),
     "kimi-k2.5": Expected(EVERY, Rope(50000.0, 64, True, YarnScaling(64.0, 4096, magnitude=1.0))),
     "lfm2-1.2b": Expected(EVERY, Rope(1000000.0, 64)),
+    "lfm2-8b-a1b": Expected(EVERY, Rope(1000000.0, 64)),
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
     "llama-4-maverick": Expected(EVERY, None),
     "llama-4-scout": Expected(EVERY, None),
+    "mamba-codestral-7b": Expected(EVERY, None),
     "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "minimax-m2": Expected(EVERY, Rope(5000000.0, 64)),
     "ministral-3-8b": Expected(EVERY, Rope(1000000.0, 128, scaling=YarnScaling(16.0, 16384, magnitude=1.0))),
@@ -132,6 +137,7 @@ EXPECTED = {
     "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
     "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
     "mpt-7b": Expected(EVERY, Alibi()),
+    "nemotron-nano-9b-v2": Expected(EVERY, None),
     "olmo-2-7b": Expected(EVERY, Rope(500000.0, 128)),
     "olmo-3-7b": Expected(
         EVERY, Rope(500000.0, 128, scaling=YarnScaling(8.0, 8192, magnitude=1.2079441541679836)), (24, 4096)
@@ -163,12 +169,14 @@ EXPECTED = {
 # after the reduction.
 REPLICATED = re.compile(
     r"e_score_correction_bias$|expert_bias$|(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
-    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
+    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|feed_forward\.gate|shared_expert_gate|block_sparse_moe\.(gate|router\.layer))\.weight$"
     r"|\.(q_a_proj|kv_a_proj_with_mqa)\.weight$"
     r"|\.(mlp|feed_forward)\.router\.|\.down_proj_bias$|\.layer_scalar$|\.router\.(proj|scale|per_expert_scale)"
     r"|\.per_layer_(input_gate|projection|model_projection)\."
     r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
 )
+MAMBA_NORM = re.compile(r"\.(mamba|mixer)\.norm\.")
+MAMBA_CHANNELS = re.compile(r"\.(mamba|mixer)\.(in_proj|conv1d)\.")
 ROW_NORM = re.compile(r"\.[qk]_norm\.")
 KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
 UNUSED_ROWS = re.compile(r"\.embed_positions\.")  # the two of OPT that belong to no position
@@ -196,9 +204,11 @@ class Published:
             for pattern, shape in fixture["tensors"].items()  # experts in one tensor are read one by one
             if re.search(f"{{[{letters}]}}", pattern)
         )
-        is_hybrid = any(re.search("{[fs]}", pattern) for pattern in fixture["tensors"])
+        is_hybrid = any("{f}" in pattern for pattern in fixture["tensors"])
         dense, period = fixture.get("dense", 0), fixture.get("period", 1)
-        least = max(4 if is_hybrid else 2, 1 + dense if any("{m}" in pattern for pattern in fixture["tensors"]) else 0)
+        has_others = any("{m}" in pattern for pattern in fixture["tensors"])
+        kinds = [among[0] + 1 for among in own.values()]  # one layer of each
+        least = max([4 if is_hybrid else 2, (1 + dense) * has_others, *kinds])
         count = max(least, period, most_tensors // per_layer // period * period)
         layers = range(fixture["layers"])[:count]
         config = fixture["config"].get("text_config", fixture["config"])
@@ -313,6 +323,10 @@ def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:
     return {int(count) for count in counts.unique()}
 
 
+def mambas(spec: ArchSpec) -> list[Mamba2]:
+    return [kind for kind in spec.recurrences if isinstance(kind, Mamba2)]
+
+
 def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
     """How many ranks hold an element of a tensor: one, or all, or those that share a key-value head."""
     sharers = max(1, world_size // spec.kv_heads(layer_of(name, spec)).count)
@@ -320,6 +334,10 @@ def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
         return {0, world_size}
     if spec.qk_row_norm and ROW_NORM.search(name):
         return {sharers if ".k_norm." in name else 1}
+    if MAMBA_NORM.search(name):
+        return {1}
+    if MAMBA_CHANNELS.search(name):
+        return {1, *(max(1, world_size // kind.num_groups) for kind in mambas(spec))}
     if REPLICATED.search(name):
         return {world_size}
     if KEYS_OR_VALUES.search(name):
@@ -344,6 +362,10 @@ def allowed_bytes(published: Published, spec: ArchSpec, world_size: int) -> floa
         if heads.count < world_size and spec.cached(layer) and layer.latent is None:
             one = (2 - layer.keys_are_values) * heads.dim * (spec.hidden_size + spec.qkv_bias)  # keys and values
             split, replicated = split - heads.count * one, replicated + one
+    for kind in mambas(spec):
+        if kind.num_groups < world_size:
+            one_group = 2 * kind.key_dim * spec.hidden_size  # its keys and queries
+            split, replicated = split - kind.num_groups * one_group, replicated + one_group
     return 1.05 * DTYPE.itemsize * (split / world_size + replicated)
 
 

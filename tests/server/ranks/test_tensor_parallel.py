@@ -32,9 +32,11 @@ CASES_OF = {
         "chatglm3",  # 2 kv heads, each for two ranks
         "gpt_oss",  # sinks, rows of gates and the other halves by turns, biases of experts
         "glm4_moe",  # experts that all tokens share, groups of experts
+        "granitemoehybrid-dense",  # groups of Mamba heads, each for two ranks
         "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
         "deepseek_v3",  # keys and values compressed on every rank, heads that each rank makes of them
         "gemma4",  # 4 kv heads in some layers and 2 in others, values that are keys
+        "nemotron_h",  # layers of one branch, experts without gates
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
@@ -45,6 +47,7 @@ CASES_OF = {
         "deepseek_v2-lite",  # one head for each rank, queries that are not compressed
         "lfm2",  # channels of short convolutions, with biases
         "gemma4-e",  # keys and values of earlier layers, a second table of words
+        "granitemoehybrid",  # one group of Mamba heads for all ranks, whose norm they add up
         "t5",  # an encoder, biases by distance
         "olmo2",  # norms over heads of all ranks, 4 kv heads, each for two ranks
     ],

@@ -13,7 +13,7 @@ from dataclasses import replace
 from server.arch.families import gemma
 from server.arch.families.hf_config import Config, checked, head_dim, layer_types, rope, windowed
 from server.arch.names import FusedRows
-from server.arch.spec import ArchSpec, Gated, KvHeads, LayerSpec, Mlp, Moe, PerLayerInputs, Residual, RmsNormSpec, Rope
+from server.arch.spec import ArchSpec, Gated, KvHeads, LayerSpec, Moe, PerLayerInputs, Residual, RmsNormSpec, Rope
 
 NAMES = replace(
     gemma.NAMES_OF_3,
@@ -61,9 +61,10 @@ def spec(config: Config) -> ArchSpec:
     base = windowed(base, {**config, "layer_types": types}, lambda i: False)
     layers = shared(config, types, [_layer(config, i, layer) for i, layer in enumerate(base.layers)])
     width = config.get("hidden_size_per_layer_input", 256)
-    inputs = PerLayerInputs(width, config.get("vocab_size_per_layer_input", 262144), layers[0].mlp.activation)
+    mlp = _gated(layers[0])
+    inputs = PerLayerInputs(width, config.get("vocab_size_per_layer_input", 262144), mlp.activation)
     if config.get("enable_moe_block"):
-        moe = _mixture(config, layers[0].mlp)
+        moe = _mixture(config, mlp)
         layers = tuple(replace(layer, mlp=moe) for layer in layers)
     return replace(
         base,
@@ -79,8 +80,13 @@ def spec(config: Config) -> ArchSpec:
     )
 
 
-def _mixture(config: Config, beside: Mlp) -> Moe:
-    if not isinstance(beside, Gated) or config.get("num_kv_shared_layers"):
+def _gated(layer: LayerSpec) -> Gated:
+    assert isinstance(layer.mlp, Gated), "as Gemma's layers are"
+    return layer.mlp
+
+
+def _mixture(config: Config, beside: Gated) -> Moe:
+    if config.get("num_kv_shared_layers"):
         raise ValueError("config.json says enable_moe_block and num_kv_shared_layers, which are not served together")
     return Moe(
         num_experts=config["num_experts"],
@@ -115,7 +121,7 @@ def shared(config: Config, types: Sequence[str], layers: Sequence[LayerSpec]) ->
         )
     wider = 2 if config.get("use_double_wide_mlp") else 1
     return tuple(
-        replace(layer, kv_from=i - last[kind], mlp=replace(layer.mlp, width=wider * layer.mlp.width))
+        replace(layer, kv_from=i - last[kind], mlp=replace(_gated(layer), width=wider * _gated(layer).width))
         if i >= first
         else layer
         for i, (kind, layer) in enumerate(zip(types, layers, strict=True))

@@ -1,13 +1,18 @@
-"""Granite 3, dense and mixture (IBM 2024): Llama with four multipliers."""
+"""Granite 3, dense and mixture (IBM 2024): Llama with four multipliers.
+
+Granite 4-H (2025) has Mamba-2 in most layers, and attention, often without positions, in the others. All tokens go to
+one mlp, beside a mixture or alone.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation
+from server.arch.families.hf_config import Config, activation, layer_types, mixture, share_of, step_limits
 from server.arch.names import FusedRows
-from server.arch.spec import ArchSpec, Moe, with_layers, with_residual_scale
+from server.arch.recurrences import Mamba2
+from server.arch.spec import ArchSpec, Gated, Moe, with_layers, with_residual_scale
 
 NAMES = llama.NAMES
 EXPERTS = "layers.{i}.block_sparse_moe"
@@ -26,6 +31,22 @@ NAMES_OF_MOE = replace(
         "expert_down": FusedRows(f"{EXPERTS}.output_linear.weight"),
     },
 )
+SHARED_MLP = "layers.{i}.shared_mlp"
+NAMES_OF_HYBRID = replace(
+    NAMES_OF_MOE,
+    roles={
+        **{role: name for role, name in NAMES_OF_MOE.roles.items() if role not in ("mlp_gate", "mlp_up")},
+        "mlp_gate_up": f"{SHARED_MLP}.input_linear",
+        "mlp_down": f"{SHARED_MLP}.output_linear",
+        "shared_gate_up": f"{SHARED_MLP}.input_linear",
+        "shared_down": f"{SHARED_MLP}.output_linear",
+        "mamba_in": "layers.{i}.mamba.in_proj",
+        "mamba": "layers.{i}.mamba",
+        "mamba_conv": "layers.{i}.mamba.conv1d",
+        "mamba_norm": "layers.{i}.mamba.norm",
+        "mamba_out": "layers.{i}.mamba.out_proj",
+    },
+)
 
 
 def spec(config: Config) -> ArchSpec:
@@ -39,11 +60,47 @@ def spec(config: Config) -> ArchSpec:
 
 
 def spec_of_moe(config: Config) -> ArchSpec:
-    moe = Moe(
-        num_experts=config["num_local_experts"],
-        top_k=config["num_experts_per_tok"],
-        width=config["intermediate_size"],
-        activation=activation(config["hidden_act"]),
-        renormalise=True,
+    return with_layers(spec(config), mlp=_mixture(config))
+
+
+def _mixture(config: Config) -> Moe:
+    return mixture({**config, "norm_topk_prob": True}, width=config["intermediate_size"])
+
+
+def spec_of_hybrid(config: Config) -> ArchSpec:
+    shared = config["shared_intermediate_size"]
+    is_mixed = bool(config.get("num_local_experts"))
+    mlp = (
+        replace(_mixture(config), shared_width=shared) if is_mixed else Gated(shared, activation(config["hidden_act"]))
     )
-    return with_layers(spec(config), mlp=moe)
+    base = with_layers(spec(config), mlp=mlp)
+    if config.get("position_embedding_type") != "rope":
+        base = with_layers(base, position=None)
+    mamba = mamba_of(config)
+    kinds = {"mamba": mamba, "linear_attention": mamba, "attention": None, "full_attention": None}
+    types = layer_types(config, ["mamba"] * base.num_layers, tuple(kinds))
+    layers = tuple(
+        replace(layer, recurrence=kinds[kind], attends=kinds[kind] is None)
+        for layer, kind in zip(base.layers, types, strict=True)
+    )
+    return replace(base, layers=layers)
+
+
+def mamba_of(config: Config) -> Mamba2:
+    """Mamba-2 by the names that Bamba gave its fields, of which Falcon-H1 adds some."""
+    heads = config["mamba_n_heads"]
+    inner = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
+    size = config.get("mamba_d_head", "auto")
+    least, most = step_limits(config)
+    return Mamba2(
+        num_heads=heads,
+        num_groups=config.get("mamba_n_groups", 1),
+        head_dim=share_of(inner, heads) if size == "auto" else int(size),
+        key_dim=config.get("mamba_d_state", 256),
+        conv=config.get("mamba_d_conv", 4),
+        eps=config["rms_norm_eps"],
+        conv_bias=config.get("mamba_conv_bias", True),
+        bias=config.get("mamba_proj_bias", False),
+        least_step=least,
+        most_step=most,
+    )
