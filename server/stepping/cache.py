@@ -45,7 +45,7 @@ class KVShape:
     format: KvFormat = AS_COMPUTED
     sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
     states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer; empty: all attend, and none has one
-    attending: tuple[bool, ...] = ()  # which layers have blocks, where some have states
+    attending: tuple[bool, ...] = ()  # which layers have blocks; empty: all
 
     @property
     def layers(self) -> Sequence[KVShape]:
@@ -134,9 +134,10 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
 def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Tensor]:
     """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, the others states.
 
-    A layer's states are [rows, numbers] float32, of which row 0 is no sequence's.
+    A layer's states are [rows, numbers] float32, of which row 0 is no sequence's; a layer that keeps nothing has 0 of
+    them.
     """
-    if not any(shape.states):
+    if not shape.attending:
         return list(kv)
     attending = iter(kv)
     kept = []

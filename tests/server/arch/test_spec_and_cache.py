@@ -15,7 +15,8 @@ from server.backends.cpu.device import CpuDevice, plan_threads
 from server.blocks import num_blocks
 from server.layers.position import alibi_slopes
 from server.loading import choose_dtype
-from server.stepping.cache import KVShape, allocate, choose_tokens
+from server.stepping.cache import BLOCKS_OF_STATE, KVShape, allocate, beside_states, choose_tokens
+from server.stepping.checkpoints import Checkpoints
 
 CPU = CpuDevice()
 
@@ -134,3 +135,27 @@ def test_what_is_left_on_a_cpu_is_counted_with_a_full_cache(monkeypatch: pytest.
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_where_no_layer_attends_blocks_hold_kept_states_alone() -> None:
+    shape = KVShape(0, 1, 64, torch.float32, states=(1500, 24), attending=(False, False))
+    (blocks,) = allocate(shape, 80, CpuDevice())
+    states = beside_states(shape, [blocks], 3, CpuDevice())
+    assert [(3, 1500), (3, 24)] == [tuple(state.shape) for state in states]
+    checkpoints, places = Checkpoints(states, [blocks]), torch.arange(10, 10 + BLOCKS_OF_STATE)
+    assert 0 < checkpoints.num_blocks <= BLOCKS_OF_STATE
+    for state in states:
+        state[1] = torch.arange(state.shape[1])
+    checkpoints.keep(1, places)
+    checkpoints.load(2, places)
+    assert all(torch.equal(state[1], state[2]) and not state[0].any() for state in states)
+
+
+def test_layers_of_one_branch_keep_blocks_or_a_state_or_nothing() -> None:
+    shape = KVShape(1, 2, 16, torch.float32, states=(0, 7, 0), attending=(True, False, False))
+    kv = allocate(shape, 4, CpuDevice())
+    attention, recurrence, mlp = beside_states(shape, kv, 3, CpuDevice())
+    assert attention is kv[0] and (3, 7) == tuple(recurrence.shape) and not mlp.numel()
+    of_mlps = KVShape(0, 2, 16, torch.float32, states=(0, 0), attending=(False, False))
+    assert [0, 0] == [kept.numel() for kept in beside_states(of_mlps, [], 3, CpuDevice())]
+    assert 0 == of_mlps.bytes_per_token
