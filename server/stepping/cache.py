@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -131,8 +131,19 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
 
 
-def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Tensor]:
-    """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, the others states.
+class KvAndState(NamedTuple):
+    """Of a layer that attends and has states: its KV blocks, and the states."""
+
+    kv: Tensor
+    state: Tensor
+
+
+Kept = Tensor | KvAndState  # what a layer keeps of all sequences
+
+
+def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Kept]:
+    """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, those that recur
+    states, and those that do both, both.
 
     A layer's states are [rows, numbers] float32, of which row 0 is no sequence's; a layer that keeps nothing has 0 of
     them.
@@ -140,10 +151,11 @@ def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Devic
     if not shape.attending:
         return list(kv)
     attending = iter(kv)
-    kept = []
+    kept: list[Kept] = []
     for numbers, attends in zip(shape.states, shape.attending, strict=True):
         state = torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device)
-        kept.append(next(attending) if attends else state)
+        blocks = next(attending) if attends else None
+        kept.append(state if blocks is None else KvAndState(blocks, state) if numbers else blocks)
     return kept
 
 

@@ -120,7 +120,8 @@ FIELDS: dict[str, Kind] = {
             "partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps rope_local_base_freq "
             "rope_ratio rope_theta rotary_emb_base rotary_pct routed_scaling_factor short_mscale swiglu_alpha "
             "swiglu_limit "
-            "block_ffn_dim_multiplier norm_eps time_step_min",
+            "attention_in_multiplier attention_out_multiplier block_ffn_dim_multiplier key_multiplier "
+            "lm_head_multiplier norm_eps ssm_in_multiplier ssm_out_multiplier time_step_min",
         ),
         (
             FLAG,
@@ -129,8 +130,8 @@ FIELDS: dict[str, Kind] = {
             "multi_query multi_query_attention new_decoder_architecture norm_topk_prob parallel_attn qk_layernorm "
             "qkv_bias scale_decoder_outputs tie_word_embeddings truncate use_bias use_parallel_residual use_qk_norm "
             "use_qkv_bias use_sliding_window "
-            "block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_proj_bias tie_embedding use_conv_bias "
-            "use_expert_bias",
+            "block_auto_adjust_ff_dim conv_bias mamba_conv_bias mamba_norm_before_gate mamba_proj_bias "
+            "mamba_rms_norm projectors_bias tie_embedding use_conv_bias use_expert_bias",
         ),
         (
             TEXT,
@@ -146,7 +147,7 @@ FIELDS: dict[str, Kind] = {
             WHOLES,
             "mlp_only_layers no_rope_layers full_attn_idxs",
         ),
-        (NUMBERS, "long_factor short_factor"),
+        (NUMBERS, "long_factor short_factor mlp_multipliers ssm_multipliers"),
         (LIMITS, "time_step_limit"),
         (SIZE_OR_AUTO, "mamba_d_head"),
     )

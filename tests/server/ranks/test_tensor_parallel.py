@@ -35,6 +35,7 @@ CASES_OF = {
         "granitemoehybrid-dense",  # groups of Mamba heads, each for two ranks
         "qwen3_5_moe",  # recurrent heads in tensors of their own, gated attention, an mlp beside experts
         "nemotron_h",  # layers of one branch, experts without gates
+        "falcon_h1",  # attention beside Mamba heads, whose groups have two ranks each
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
