@@ -23,6 +23,10 @@ class Recurrence(Protocol):
         """Numbers of float32 that a sequence's state has, however long it is."""
 
     @property
+    def inner(self) -> int:
+        """Numbers of a token that its last matrix is given."""
+
+    @property
     def step_width(self) -> int:
         """Numbers of a token that its first matrices give."""
 
@@ -111,6 +115,11 @@ class ShortConv:
     channels: int
     conv: int  # tokens that the convolution sees, itself included
     bias: bool = False  # whether the convolution and both matrices have one
+
+    @property
+    def inner(self) -> int:
+        """See `Recurrence`."""
+        return self.channels
 
     @property
     def state_size(self) -> int:

@@ -191,6 +191,8 @@ class Gated:
 
     width: int
     activation: Activation
+    in_scale: float = 1.0  # what x is multiplied by
+    out_scale: float = 1.0  # what the last matrix is given is multiplied by
 
 
 class Scoring(Enum):
@@ -363,6 +365,7 @@ class ArchSpec:
     attention_gate: bool = False  # attention's output is multiplied by a gate's sigmoid; it has a role, or rows of q
     qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
+    attended_scale: float = 1.0  # what attention's output is multiplied by
     score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
     logit_cap: float = 0.0  # likewise the logits
     head_scale: float = 1.0  # what the last hidden states are multiplied by before the head

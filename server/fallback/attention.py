@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from server.backends.protocol import Attention, Backend, Scores, StepMeta
 from server.fallback.asked import LayerAttention
 from server.quantisation.kv import KvFormat
+from server.stepping.cache import Kept
 
 PAGED = "lockstep_paged"  # our name for this implementation
 LAYER = "lockstep_layer"  # the attribute of a module that has its `PagedLayer`
@@ -29,7 +30,7 @@ class Pass:
     """The step that is being computed."""
 
     meta: StepMeta | None = None
-    kv_caches: Sequence[Tensor] = ()
+    kv_caches: Sequence[Kept] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class PagedLayer:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [1, N, T, H], key and value [1, K, T, H] → [1, T, N, H]; a head of values may be narrower than H."""
         meta, kv = self.step.meta, self.step.kv_caches[self.index]
-        assert meta is not None, "attention is called in a pass alone"
+        assert meta is not None and isinstance(kv, Tensor), (
+            "attention is called in a pass alone, and keeps blocks alone"
+        )
         missing = self.asked.head_dim - self.asked.value_dim
         if missing:
             value = F.pad(value, (0, missing))

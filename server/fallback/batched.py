@@ -26,7 +26,7 @@ from server.layers.embedding import vocab_share
 from server.quantisation.kv import KvFormat
 from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Forward
-from server.stepping.cache import KvOnDevice, KVShape
+from server.stepping.cache import Kept, KvOnDevice, KVShape
 
 
 class Given(nn.Module):
@@ -96,7 +96,7 @@ class BatchedModel:
         streams = (STREAM_COPIES + STEP_COPIES) * max(widths, default=0) * dtype.itemsize
         return tokens * streams + LOGIT_BYTES * LOGIT_ROWS * self.vocab_size
 
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
+    def run(self, forward: Forward, kv_caches: Sequence[Kept]) -> Carried:
         """See `Transformer`."""
         self.step.meta, self.step.kv_caches = forward.meta, kv_caches
         return Carried(hidden_states(self.body, forward.token_ids, forward.meta.positions))

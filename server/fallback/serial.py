@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from server.arch.footprint import LEAST_PREFILL_TOKENS
 from server.stepping.batch import Carried, Forward
-from server.stepping.cache import KvOnDevice, KVShape
+from server.stepping.cache import Kept, KvOnDevice, KVShape
 from server.stepping.sequences import TokenRun
 
 
@@ -65,7 +65,7 @@ class SerialModel:
         """About the logits of all its tokens, which transformers may compute."""
         return min(prefill_tokens, LEAST_PREFILL_TOKENS) * self.vocab_size * dtype.itemsize
 
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
+    def run(self, forward: Forward, kv_caches: Sequence[Kept]) -> Carried:
         """The logits [T, V] of a step's tokens; zeros where they are not asked for."""
         parts = [
             self._one(run, forward.token_ids[start:stop])

@@ -32,6 +32,8 @@ class DenseMlp:
     down: RowLinear
     activation: Activation
     divisors: Tensor | None = None
+    in_scale: float = 1.0  # see `spec.Gated`
+    out_scale: float = 1.0
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -40,7 +42,9 @@ class DenseMlp:
 
     def branch(self, x: Tensor) -> Branch:
         """What it adds for input x [T, D]."""
-        activated = self.up(x, self.activation)
+        activated = self.up(x if self.in_scale == 1.0 else x * self.in_scale, self.activation)
+        if self.out_scale != 1.0:
+            activated = activated * self.out_scale
         return Branch(self.down, activated if self.divisors is None else activated / self.divisors)
 
 
@@ -105,9 +109,9 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
     else:
         up = load_column(weights, "mlp_up", (kind.width, spec.hidden_size), backend.linear, bias=spec.mlp_bias)
     down = load_row(weights, "mlp_down", (spec.hidden_size, kind.width), backend.linear, bias=spec.mlp_bias)
-    return DenseMlp(
-        up, down, kind.activation, weights.divisors("activation", kind.width, weights.shard.range(kind.width))
-    )
+    divisors = weights.divisors("activation", kind.width, weights.shard.range(kind.width))
+    scales = (kind.in_scale, kind.out_scale) if isinstance(kind, Gated) else (1.0, 1.0)
+    return DenseMlp(up, down, kind.activation, divisors, *scales)
 
 
 def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear) -> ColumnLinear:

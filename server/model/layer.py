@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from torch import Tensor
 from server.arch.spec import ArchSpec, KvHeads, LayerSpec, QueryScale, Residual, Rope
 from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
 from server.backends.reference.attention import rotate
-from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear
+from server.layers.linear import Branch, ColumnLinear, Matrix, Projection, RowLinear
 from server.layers.mlp import DenseMlp, MoeMlp
 from server.layers.per_layer import PerLayerBlock
 from server.layers.qk_norm import QkNorm
 from server.ranks.collectives import Shard
+from server.stepping.cache import Kept, KvAndState
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class Mixer(Protocol):
     """What tells a token of those before it: attention, or a recurrence (`recurrent.py`)."""
 
     @property
-    def out(self) -> RowLinear:
+    def out(self) -> Projection:
         """The projection that ends it."""
 
     @property
     def matrices(self) -> list[Matrix]:
         """Its weights but for norms and biases."""
 
-    def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
+    def __call__(self, x: Tensor, kv: Any, step: LayerStep) -> Tensor:
         """x [T, D] → what `out` is for; kv: what the layer keeps of all sequences, which is read and written."""
 
 
@@ -86,7 +87,9 @@ class AttentionBlock:
         if self.layer.query_scale is not None:
             heads[:, : -2 * kv_heads] *= step.query_scales[self.layer.query_scale]
         attended = self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
-        return attended if self.gate is None else attended * self.gate(x).sigmoid()
+        if self.gate is not None:
+            attended = attended * self.gate(x).sigmoid()
+        return attended if self.spec.attended_scale == 1.0 else attended * self.spec.attended_scale
 
     def _heads(self, x: Tensor, kv_heads: int) -> Tensor:
         """x [T, D] → its queries, keys and values [T, N + 2K, H]."""
@@ -121,6 +124,40 @@ class QueryBlock:
             q = self.q_norm(q)
         rotation = step.rotations[self.layer.position] if isinstance(self.layer.position, Rope) else None
         return self.attention.attend_rotated(q, kv, rotation, step.meta, self.layer.window).flatten(1)
+
+
+@dataclass(frozen=True)
+class JointProjection:
+    """The projections of several branches, whose inputs stand side by side, as one. See `linear.Projection`."""
+
+    parts: tuple[RowLinear, ...]
+    widths: tuple[int, ...]
+    bias: None = None
+
+    def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
+        """base + this rank's part of all of them."""
+        first, *others = zip(self.parts, x.split(self.widths, dim=1), strict=True)
+        total = first[0](first[1].contiguous(), base)
+        for part, piece in others:
+            total = part(piece.contiguous(), total)
+        return total
+
+
+@dataclass(frozen=True)
+class BesideBlock:
+    """Attention beside a recurrence, which read the same, and whose outputs are added. See `Mixer`."""
+
+    attention: AttentionBlock
+    recurrence: Mixer
+    out: JointProjection
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [*self.attention.matrices, *self.recurrence.matrices]
+
+    def __call__(self, x: Tensor, kv: KvAndState, step: LayerStep) -> Tensor:
+        """x [T, D] → [attended | read], not yet projected; keys, values and states are written."""
+        return torch.cat([self.attention(x, kv.kv, step), self.recurrence(x, kv.state, step)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -175,7 +212,7 @@ class Layer:
     mlp: DenseMlp | MoeMlp | None
     norms: Mapping[str, Norm]
     shard: Shard
-    wiring: Callable[[Layer, Stream, Tensor, LayerStep], Stream]
+    wiring: Callable[[Layer, Stream, Kept, LayerStep], Stream]
     per_layer: PerLayerBlock | None = None
     scale: Tensor | None = None  # [] by which the residual stream is multiplied behind it
 
@@ -190,7 +227,7 @@ class Layer:
         """Memory of its matrices."""
         return sum(matrix.nbytes for matrix in self.matrices)
 
-    def __call__(self, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    def __call__(self, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
         """The residual stream behind the layer; keys and values are written into kv [2, B, K, P, W]."""
         stream = self.wiring(self, stream, kv, step)
         if self.per_layer is not None:
@@ -204,7 +241,7 @@ class Layer:
         assert self.cross is not None, "each layer of the decoder attends to the encoder's output"
         self.cross.remember(encoded, kv, meta)
 
-    def attend(self, x: Tensor, kv: Tensor, step: LayerStep) -> Branch:
+    def attend(self, x: Tensor, kv: Kept, step: LayerStep) -> Branch:
         """What attention, or what stands in its place, adds for input x."""
         assert self.attention is not None
         return Branch(self.attention.out, self.attention(x, kv, step))
@@ -214,9 +251,9 @@ class Layer:
         assert self.mlp is not None
         return self.mlp.branch(x)
 
-    def attend_to_encoder(self, x: Tensor, kv: Tensor, step: LayerStep) -> Branch:
+    def attend_to_encoder(self, x: Tensor, kv: Kept, step: LayerStep) -> Branch:
         """What attention to the encoder's output adds for input x."""
-        assert self.cross is not None
+        assert self.cross is not None and isinstance(kv, Tensor)
         return Branch(self.cross.out, self.cross(x, kv, step))
 
     def add(self, base: Tensor, *branches: Branch, norm: Norm | None = None) -> Stream:
@@ -254,33 +291,33 @@ def _sum_of(branches: Sequence[Branch]) -> Tensor:
     return total
 
 
-def _pre(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _pre(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     x, normed = layer.add(x, layer.attend(normed, kv, step)).normed(layer.norms["mlp_norm"])
     return layer.add(x, layer.feed(normed))
 
 
-def _pre_cross(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _pre_cross(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     x, normed = layer.add(x, layer.attend(normed, kv, step)).normed(layer.norms["cross_norm"])
     x, normed = layer.add(x, layer.attend_to_encoder(normed, kv, step)).normed(layer.norms["mlp_norm"])
     return layer.add(x, layer.feed(normed))
 
 
-def _pre_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _pre_normed(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     _, normed = stream.normed(layer.norms["attention_norm"])
     _, normed = layer.add(normed, layer.attend(normed, kv, step)).normed(layer.norms["mlp_norm"])
     return layer.add(normed, layer.feed(normed))
 
 
-def _post(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _post(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     x = stream.total
     _, x = layer.add(x, layer.attend(x, kv, step)).normed(layer.norms["attention_norm"])
     _, x = layer.add(x, layer.feed(x)).normed(layer.norms["mlp_norm"])
     return Stream(x)
 
 
-def _sandwich(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _sandwich(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     norms = layer.norms
     x, normed = stream.normed(norms["attention_norm"])
     attended = layer.add(x, layer.attend(normed, kv, step), norm=norms["attention_post_norm"])
@@ -288,7 +325,7 @@ def _sandwich(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stre
     return layer.add(x, layer.feed(normed), norm=norms["mlp_post_norm"])
 
 
-def _sandwich_mixed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _sandwich_mixed(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     norms, mlp = layer.norms, layer.mlp
     assert isinstance(mlp, MoeMlp) and mlp.shared is not None
     x, normed = stream.normed(norms["attention_norm"])
@@ -300,23 +337,23 @@ def _sandwich_mixed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -
     return Stream(x, Summand(parts, norm=norms["mlp_post_norm"]))
 
 
-def _output_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _output_normed(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     x = stream.total
     x = layer.add(x, layer.attend(x, kv, step), norm=layer.norms["attention_post_norm"]).total
     return layer.add(x, layer.feed(x), norm=layer.norms["mlp_post_norm"])
 
 
-def _parallel_one_norm(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _parallel_one_norm(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     return layer.add(x, layer.attend(normed, kv, step), layer.feed(normed))
 
 
-def _parallel_two_norms(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _parallel_two_norms(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     return layer.add(x, layer.attend(normed, kv, step), layer.feed(layer.norms["mlp_norm"](x)))
 
 
-def _one_branch(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+def _one_branch(layer: Layer, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
     x, normed = stream.normed(layer.norms["attention_norm"])
     return layer.add(x, layer.feed(normed) if layer.attention is None else layer.attend(normed, kv, step))
 

@@ -19,13 +19,22 @@ from server.backends.protocol import Attention, Backend, Norm, Scores
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, head_ranges, merged
 from server.layers.embedding import Embedding, load_embedding, load_head
-from server.layers.linear import ColumnLinear, load_column, load_row, stacked
+from server.layers.linear import ColumnLinear, RowLinear, load_column, load_row, stacked
 from server.layers.mlp import load_mlp
 from server.layers.per_layer import PerLayerBlock, PerLayerEmbedding, load_per_layer_table
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.layers.qk_norm import DividedRowNorm, HeadNorm, QkNorm, RowNorm
 from server.model.latent import load_latent
-from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer, Mixer, QueryBlock
+from server.model.layer import (
+    WIRINGS,
+    AttentionBlock,
+    BesideBlock,
+    CrossBlock,
+    JointProjection,
+    Layer,
+    Mixer,
+    QueryBlock,
+)
 from server.model.recurrent import load_recurrence
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
@@ -236,13 +245,20 @@ class StackLoader:
         )
 
     def _mixer(self, layer: LayerSpec, attention: Attention | None) -> Mixer | None:
-        if layer.recurrence is not None:
-            return load_recurrence(self.weights, self.spec, layer.recurrence, self.backend)
-        if attention is None:
-            return None
-        if layer.latent is not None:
+        if attention is not None and layer.latent is not None:
             return load_latent(self.weights, self.spec, layer, self.backend, attention)
-        return self._queries(layer, attention) if layer.kv_from else self._attention(layer, attention)
+        if attention is not None and layer.kv_from:
+            return self._queries(layer, attention)
+        attends = None if attention is None else self._attention(layer, attention)
+        if layer.recurrence is None:
+            return attends
+        recurrence = load_recurrence(self.weights, self.spec, layer.recurrence, self.backend)
+        if attends is None:
+            return recurrence
+        assert isinstance(recurrence.out, RowLinear) and attends.out.bias is None and recurrence.out.bias is None
+        inner = self.spec.num_heads * self.spec.head_dim // self.weights.shard.world_size
+        widths = (inner, layer.recurrence.part(self.weights.shard.world_size).inner)
+        return BesideBlock(attends, recurrence, JointProjection((attends.out, recurrence.out), widths))
 
     def _queries(self, layer: LayerSpec, attention: Attention) -> QueryBlock:
         spec, weights, dim = self.spec, self.weights, self.spec.kv_heads(layer).dim

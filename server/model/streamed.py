@@ -25,6 +25,7 @@ from server.offload.disk_store import DiskError
 from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import Store
+from server.stepping.cache import Kept
 
 
 class AnyLayer(Protocol):
@@ -34,7 +35,7 @@ class AnyLayer(Protocol):
     def nbytes(self) -> int:
         """Memory of its matrices, on the device or off it."""
 
-    def __call__(self, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    def __call__(self, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
         """See `Layer`."""
 
     def remember(self, encoded: Tensor, kv: Tensor, meta: StepMeta) -> None:
@@ -80,7 +81,7 @@ class StreamedLayer:
         """Memory of its matrices, wherever they are."""
         return self.layer.nbytes
 
-    def __call__(self, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    def __call__(self, stream: Stream, kv: Kept, step: LayerStep) -> Stream:
         """See `Layer`. Raises DiskError when its weights cannot be read."""
         with self.streaming.computing(self.number):
             return self.layer(stream, kv, step)

@@ -34,7 +34,7 @@ from server.model.streamed import AnyLayer
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Encoding, Forward
-from server.stepping.cache import KvOnDevice, KvPlacement, KVShape
+from server.stepping.cache import Kept, KvOnDevice, KvPlacement, KVShape
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Stack:
     def __call__(
         self,
         token_ids: Tensor,
-        kv_caches: Sequence[Tensor],
+        kv_caches: Sequence[Kept],
         meta: StepMeta,
         cross: StepMeta | None = None,
         hidden: Tensor | None = None,
@@ -132,7 +132,7 @@ class Transformer:
     cache: KvFormat = AS_COMPUTED
     kv_placement: KvPlacement = field(default_factory=KvOnDevice)
 
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
+    def run(self, forward: Forward, kv_caches: Sequence[Kept]) -> Carried:
         """The hidden states behind the last layer. kv_caches: one [2, B, K, P, W] per layer, written to.
 
         Raises DiskError where weights or blocks that are on a disk cannot be moved.
@@ -146,14 +146,15 @@ class Transformer:
             hidden = None if before is None else before.hidden
             return Carried(self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross, hidden), encoded)
 
-    def _encode(self, encoding: Encoding, kv_caches: Sequence[Tensor]) -> Tensor:
+    def _encode(self, encoding: Encoding, kv_caches: Sequence[Kept]) -> Tensor:
         """Read prompts, each token seeing its whole prompt: [E, D]."""
         assert self.encoder is not None, "only an encoder-decoder encodes"
         return self.encoder(encoding.token_ids, [kv_caches[0]] * len(self.encoder.layers), encoding.meta)
 
-    def _remember(self, encoded: Tensor, encoding: Encoding, kv_caches: Sequence[Tensor]) -> None:
+    def _remember(self, encoded: Tensor, encoding: Encoding, kv_caches: Sequence[Kept]) -> None:
         """Keep what the decoder's layers need of encoded prompts."""
         for layer, kv in zip(self.decoder.layers, kv_caches, strict=True):
+            assert isinstance(kv, Tensor), "a layer of an encoder-decoder has blocks alone"
             layer.remember(encoded, kv, encoding.meta)
 
     def logits(self, hidden: Tensor) -> Tensor:

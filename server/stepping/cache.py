@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class KVShape:
     rows: int = 2  # of a token for each kv head: key and value, or one that is both
     states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer; empty: all attend, and none has one
     sources: tuple[int, ...] = ()  # whose keys and values, or state, every layer uses; empty: each has its own
-    attending: tuple[bool, ...] = ()  # which layers have blocks, where some have states
+    attending: tuple[bool, ...] = ()  # which layers have blocks; empty: all
 
     @property
     def layers(self) -> Sequence[KVShape]:
@@ -132,22 +132,35 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
 
 
-def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Tensor]:
-    """What each layer of a stage uses of all sequences, in order: those that attend `kv`, the others states.
+class KvAndState(NamedTuple):
+    """Of a layer that attends and has states: its KV blocks, and the states."""
 
-    A layer's states are [rows, numbers] float32, of which row 0 is no sequence's.
+    kv: Tensor
+    state: Tensor
+
+
+Kept = Tensor | KvAndState  # what a layer keeps of all sequences
+
+
+def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Kept]:
+    """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, those that recur
+    states, and those that do both, both.
+
+    A layer's states are [rows, numbers] float32, of which row 0 is no sequence's; a layer that keeps nothing has 0 of
+    them.
     """
-    if not any(shape.states) and not shape.sources:
+    if not shape.attending:
         return list(kv)
-    attending, caches = iter(kv), list[Tensor]()
+    attending = iter(kv)
+    kept: list[Kept] = []
     for layer, (numbers, attends) in enumerate(zip(shape.states, shape.attending, strict=True)):
         if shape.sources and shape.sources[layer] != layer:
-            caches.append(caches[shape.sources[layer]])
-        elif attends:
-            caches.append(next(attending))
-        else:
-            caches.append(torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device))
-    return caches
+            kept.append(kept[shape.sources[layer]])
+            continue
+        state = torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device)
+        blocks = next(attending) if attends else None
+        kept.append(state if blocks is None else KvAndState(blocks, state) if numbers else blocks)
+    return kept
 
 
 class KvPlacement(Protocol):

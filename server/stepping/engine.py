@@ -27,7 +27,7 @@ from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Forward, StepInput, Tables
-from server.stepping.cache import HostSlots, KvPlacement, KVShape, Session, beside_states
+from server.stepping.cache import HostSlots, Kept, KvAndState, KvPlacement, KVShape, Session, beside_states
 from server.stepping.checkpoints import Checkpoints
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
@@ -71,7 +71,7 @@ class Engine:
         self.has_encoder = model.decoder_start is not None
         self._vocabulary = Vocabulary(backend.logits, shard, model.vocab_size, *model.vocab_range)
         self._choose = TokenChooser(watermark, backend.device, self._vocabulary)
-        self._caches: list[Tensor] = []  # of each layer: KV blocks, or the states of all sequences
+        self._caches: list[Kept] = []  # of each layer: KV blocks, the states of all sequences, or both
         self._kv_caches: list[Tensor] = []  # those of them that are KV blocks
         self._sequences: SequenceTable | None = None
         self._tables: Tables | None = None
@@ -105,7 +105,8 @@ class Engine:
         rows = self._sequences.num_rows
         self._caches = beside_states(self.kv_shape, self._kv_caches, rows, self.device)
         if self.kv_shape.bytes_per_sequence and not self.kv_placement.offloaded:
-            states = [cache for cache, size in zip(self._caches, self.kv_shape.states, strict=True) if size]
+            kept = zip(self._caches, self.kv_shape.states, strict=True)
+            states = [cache.state if isinstance(cache, KvAndState) else cache for cache, size in kept if size]
             self._checkpoints = Checkpoints(states, self._block_parts())
         tables = Tables.empty(rows, self._sequences.longest, self.device.torch_device)
         self._tables = tables
@@ -453,7 +454,7 @@ class Model(Protocol):
     def least_step_bytes(self, prefill_tokens: int, dtype: torch.dtype) -> int:
         """About what this rank's step takes whose prompts are no longer than they must be, at most `prefill_tokens`."""
 
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
+    def run(self, forward: Forward, kv_caches: Sequence[Kept]) -> Carried:
         """The hidden states [T, D] of a step's tokens behind the last layer; their keys and values are kept."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -110,6 +110,17 @@ NEMOTRON_SIZES: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 48,
     "routed_scaling_factor": 2.5,
 }
+FALCON_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.7,
+    "key_multiplier": 0.4,
+    "mlp_multipliers": [0.6, 0.3],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.4,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+}
 GRANITE_MULTIPLIERS: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -215,6 +226,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "mamba2", {"hidden_size": 64, "num_heads": 8, "head_dim": 32, "expand": 4, "state_size": 12, "n_groups": 2,
                    "num_hidden_layers": 3},
+    ),
+    "falcon_h1": (
+        "falcon_h1", LLAMA_SIZES | MAMBA_SIZES | FALCON_MULTIPLIERS | {
+            "mamba_d_ssm": 256, "mamba_n_groups": 2, "mamba_rms_norm": True},
+    ),
+    "falcon_h1-unnormed": (
+        "falcon_h1", LLAMA_SIZES | MAMBA_SIZES | FALCON_MULTIPLIERS | {"mamba_d_ssm": 256},
     ),
     "gemma": ("gemma", LLAMA_SIZES | {"head_dim": 16}),
     "gemma2": (

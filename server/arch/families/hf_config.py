@@ -68,6 +68,7 @@ POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 FLAG_OR_TEXT = Kind("true, false or a text", lambda value: isinstance(value, bool | str))
+FLAG_OR_COUNT = Kind("true, false or a whole number", lambda value: isinstance(value, int))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 SIZE_OR_AUTO = Kind("a whole number above 0, or auto", lambda value: SIZE.fits(value) or value == "auto")
 PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
@@ -118,24 +119,27 @@ FIELDS: dict[str, Kind] = {
         (PATTERN, "sliding_window_pattern"),
         (
             POSITIVE,
-            "alpha attention_multiplier attn_logit_softcapping beta_fast beta_slow block_ffn_dim_multiplier "
-            "embedding_multiplier expansion_ratio factor final_logit_softcapping high_freq_factor layer_norm_eps "
-            "layer_norm_epsilon layernorm_epsilon logit_scale logits_scaling long_mscale low_freq_factor norm_eps "
+            "alpha attention_in_multiplier attention_multiplier attention_out_multiplier attn_logit_softcapping "
+            "beta_fast beta_slow block_ffn_dim_multiplier embedding_multiplier expansion_ratio factor "
+            "final_logit_softcapping high_freq_factor key_multiplier layer_norm_eps layer_norm_epsilon "
+            "layernorm_epsilon lm_head_multiplier logit_scale logits_scaling long_mscale low_freq_factor norm_eps "
             "norm_epsilon partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps "
             "rope_local_base_freq rope_ratio rope_theta rotary_emb_base rotary_pct route_scale routed_scaling_factor "
-            "short_mscale swiglu_alpha swiglu_limit time_step_min",
+            "short_mscale ssm_in_multiplier ssm_out_multiplier swiglu_alpha swiglu_limit time_step_min",
         ),
         (
             FLAG,
             "_remove_final_layer_norm add_bias_linear add_qkv_bias alibi apply_residual_connection_post_layernorm "
             "attention_bias attention_k_eq_v attention_out_bias bias block_auto_adjust_ff_dim conv_bias "
-            "do_layer_norm_before enable_bias enable_moe_block lm_head_bias mamba_conv_bias mamba_proj_bias mlp_bias "
-            "multi_query multi_query_attention mup_enabled new_decoder_architecture norm_topk_prob parallel_attn "
-            "qk_layernorm qkv_bias rope_interleave route_norm scale_decoder_outputs tie_embedding tie_word_embeddings "
-            "truncate use_bias use_conv_bias use_double_wide_mlp use_expert_bias use_parallel_residual use_qk_norm "
-            "use_qkv_bias use_sliding_window",
+            "do_layer_norm_before enable_bias enable_moe_block lm_head_bias mamba_conv_bias mamba_norm_before_gate "
+            "mamba_proj_bias mamba_rms_norm mlp_bias multi_query multi_query_attention mup_enabled "
+            "new_decoder_architecture norm_topk_prob parallel_attn projectors_bias qk_layernorm qkv_bias "
+            "rope_interleave route_norm scale_decoder_outputs tie_embedding tie_word_embeddings truncate use_bias "
+            "use_conv_bias use_double_wide_mlp use_expert_bias use_parallel_residual use_qk_norm use_qkv_bias "
+            "use_sliding_window",
         ),
         (FLAG_OR_TEXT, "use_bidirectional_attention"),
+        (FLAG_OR_COUNT, "attn_temperature_tuning"),
         (
             TEXT,
             "activation activation_function feed_forward_proj hidden_act hidden_activation hybrid_override_pattern "
@@ -147,7 +151,7 @@ FIELDS: dict[str, Kind] = {
         ),
         (TEXTS, "layer_types layers_block_type mlp_layer_types"),
         (WHOLES, "full_attn_idxs mlp_only_layers moe_layers no_rope_layers"),
-        (NUMBERS, "long_factor short_factor"),
+        (NUMBERS, "long_factor mlp_multipliers short_factor ssm_multipliers"),
         (LIMITS, "time_step_limit"),
         (SIZE_OR_AUTO, "mamba_d_head"),
     )

@@ -20,7 +20,8 @@ from server.loading import choose_dtype
 from server.model.transformer import kv_shape
 from server.quantisation.kv import AS_COMPUTED
 from server.ranks.collectives import Shard
-from server.stepping.cache import KVShape, allocate, choose_tokens
+from server.stepping.cache import BLOCKS_OF_STATE, KVShape, allocate, beside_states, choose_tokens
+from server.stepping.checkpoints import Checkpoints
 
 CPU = CpuDevice()
 
@@ -148,3 +149,27 @@ def test_layers_keep_heads_of_their_own_size(rank: int, world_size: int, sizes: 
     shape = kv_shape(spec, Stage.whole(2), Shard(rank, world_size), torch.float32, AS_COMPUTED)
     assert sizes == [(layer.num_kv_heads, layer.head_dim) for layer in shape.layers]
     assert 4 * 2 * sum(count * dim for count, dim in sizes) == shape.bytes_per_token
+
+
+def test_where_no_layer_attends_blocks_hold_kept_states_alone() -> None:
+    shape = KVShape(0, 1, 64, torch.float32, states=(1500, 24), attending=(False, False))
+    (blocks,) = allocate(shape, 80, CpuDevice())
+    states = beside_states(shape, [blocks], 3, CpuDevice())
+    assert [(3, 1500), (3, 24)] == [tuple(state.shape) for state in states]
+    checkpoints, places = Checkpoints(states, [blocks]), torch.arange(10, 10 + BLOCKS_OF_STATE)
+    assert 0 < checkpoints.num_blocks <= BLOCKS_OF_STATE
+    for state in states:
+        state[1] = torch.arange(state.shape[1])
+    checkpoints.keep(1, places)
+    checkpoints.load(2, places)
+    assert all(torch.equal(state[1], state[2]) and not state[0].any() for state in states)
+
+
+def test_layers_of_one_branch_keep_blocks_or_a_state_or_nothing() -> None:
+    shape = KVShape(1, 2, 16, torch.float32, states=(0, 7, 0), attending=(True, False, False))
+    kv = allocate(shape, 4, CpuDevice())
+    attention, recurrence, mlp = beside_states(shape, kv, 3, CpuDevice())
+    assert attention is kv[0] and (3, 7) == tuple(recurrence.shape) and not mlp.numel()
+    of_mlps = KVShape(0, 2, 16, torch.float32, states=(0, 0), attending=(False, False))
+    assert [0, 0] == [kept.numel() for kept in beside_states(of_mlps, [], 3, CpuDevice())]
+    assert 0 == of_mlps.bytes_per_token

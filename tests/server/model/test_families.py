@@ -54,6 +54,8 @@ RECURRENT = (
     "granitemoehybrid-dense",
     "nemotron_h",
     "mamba2",
+    "falcon_h1",
+    "falcon_h1-unnormed",
 )  # whose states are of one sequence alone
 LONG = ("qwen3_5", "lfm2", "granitemoehybrid")  # one of each kind of recurrence
 ENCODER_DECODERS = ("t5", "t5-gated", "mt5")  # whose prompts are encoded whole and shared with no one

@@ -37,6 +37,7 @@ CASES_OF = {
         "deepseek_v3",  # keys and values compressed on every rank, heads that each rank makes of them
         "gemma4",  # 4 kv heads in some layers and 2 in others, values that are keys
         "nemotron_h",  # layers of one branch, experts without gates
+        "falcon_h1",  # attention beside Mamba heads, whose groups have two ranks each
         "gpt_neox",  # interleaved queries, keys and values, heads that are rotated in part
     ],
     8: [
