@@ -33,7 +33,13 @@ from benchmark.terminal import Stage, shown, words
 from host import cpu_kinds
 from host.topology import allowed_cpus, physical_cores
 
-SHAPES = (Entry("bloom-560m", ()), Entry("tinyllama-1.1b", ()), Entry("qwen3-0.6b", ()), entry("qwen3-4b=100x1"))
+SHAPES = (
+    Entry("bloom-560m", ()),
+    Entry("tinyllama-1.1b", ()),
+    Entry("qwen3-0.6b", ()),
+    entry("qwen3-4b=100x1"),
+    entry("qwen3.5-0.8b=100x1,100x8,100x32"),
+)
 SERVED_SHAPES = (Entry("tinyllama-1.1b", ()),)
 FORMATS_RUN = ("bf16", "int8", "int4", "q4_k_m")
 SYSTEMS = ("lockstep", "llama.cpp", "ik_llama.cpp", "openvino", "vllm")
