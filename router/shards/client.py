@@ -251,7 +251,7 @@ class ShardedClient:
             max_total_tokens=min(reply.max_total_tokens for reply in replies),
             step_seconds=max(reply.step_seconds for reply in replies),
             token_seconds=max(reply.token_seconds for reply in replies),
-            num_states=min(reply.num_states for reply in replies),
+            num_states=min((reply.num_states for reply in replies if reply.state_bytes), default=0),
             state_bytes=max(reply.state_bytes for reply in replies),
             checkpoint_blocks=_checkpoint_blocks(replies),
         )

@@ -199,11 +199,13 @@ class Engine:
             if plan.grown:
                 self._tables.grow(plan.grown, self.device)
             moves = self._move_blocks(request)
-            for row, blocks in self._sequences.rows_and_blocks(request.loaded_ids, request.loaded_blocks):
+            has_states = bool(self.kv_shape.bytes_per_sequence)  # else another pipeline stage has them
+            loaded, kept = (request.loaded_ids, request.loaded_blocks), (request.kept_ids, request.kept_blocks)
+            for row, blocks in self._sequences.rows_and_blocks(*loaded) if has_states else ():
                 self._kept_states.load(row, self.device.upload(blocks))
             if plan.computes:
                 launched = self._run(plan, self._tables, started)
-                for row, blocks in self._sequences.rows_and_blocks(request.kept_ids, request.kept_blocks):
+                for row, blocks in self._sequences.rows_and_blocks(*kept) if has_states else ():
                     self._kept_states.keep(row, self.device.upload(blocks))
                 return launched
             return Launched([], [], {}, started, self.device, self.shard.check) if moves else None
