@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation
+from server.arch.families.hf_config import Config, activation, as_many
 from server.arch.families.variants import granite
 from server.arch.names import NameMap
 from server.arch.recurrences import GateNorm, Mamba2
@@ -33,7 +33,9 @@ def spec(config: Config) -> ArchSpec:
             raise ValueError(f"config.json asks for {field}: Falcon-H1 is served without biases of its matrices")
     base = llama.spec(config)
     into = config.get("attention_in_multiplier", 1.0)
-    gate, down = config.get("mlp_multipliers") or (1.0, 1.0)
+    gate, down = as_many(config.get("mlp_multipliers"), (1.0, 1.0), "mlp_multipliers")
+    if not gate:
+        raise ValueError("config.json says mlp_multipliers of 0, which leave nothing of the mlps: download it again")
     # What the gate alone is multiplied by goes to gate and other half, and is taken back behind them.
     mlp = Gated(config["intermediate_size"], activation(config["hidden_act"]), in_scale=gate, out_scale=down / gate)
     return replace(
@@ -47,7 +49,7 @@ def spec(config: Config) -> ArchSpec:
 
 def _mamba(config: Config) -> Mamba2:
     norm = GateNorm.BEFORE if config.get("mamba_norm_before_gate", True) else GateNorm.BEHIND
-    scales = config.get("ssm_multipliers") or (1.0,) * 5
+    scales = as_many(config.get("ssm_multipliers"), (1.0,) * 5, "ssm_multipliers")
     z, x, b, c, step = (config.get("ssm_in_multiplier", 1.0) * scale for scale in scales)
     return replace(
         granite.mamba_of(config),

@@ -273,9 +273,16 @@ def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool])
     return replace(spec, layers=tuple(windows))
 
 
+def as_many(given: Sequence[T] | None, default: Sequence[T], name: str) -> Sequence[T]:
+    """What config.json says under `name`, as many as the default has. Raises ValueError where there are not so many."""
+    if given and len(given) != len(default):
+        raise ValueError(f"config.json has {len(given)} `{name}`, which must be {len(default)}: download it again")
+    return given or default
+
+
 def step_limits(config: Config) -> tuple[float, float]:
     """Between which the steps of Mamba layers are kept."""
-    least, most = config.get("time_step_limit") or (0.0, math.inf)
+    least, most = as_many(config.get("time_step_limit"), (0.0, math.inf), "time_step_limit")
     return least, math.inf if most == INFINITY else most
 
 
