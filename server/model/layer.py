@@ -33,6 +33,7 @@ class LayerStep:
     rotations: Mapping[Rope, Rotation]
     cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
     query_scales: Mapping[QueryScale, Tensor] = field(default_factory=dict)  # [T, 1, 1] each
+    ring: StepMeta | None = None  # where windowed layers have the same tokens; None: where the others have them
 
 
 class Mixer(Protocol):
@@ -79,7 +80,8 @@ class AttentionBlock:
             heads = heads.clamp(-self.spec.qkv_clip, self.spec.qkv_clip)
         if self.layer.query_scale is not None:
             heads[:, : -2 * kv_heads] *= step.query_scales[self.layer.query_scale]
-        attended = self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
+        meta = step.ring if self.layer.window and step.ring is not None else step.meta
+        attended = self.attention.self_attend(heads, kv, rotation, meta, self.layer.window).flatten(1)
         return attended if self.gate is None else attended * self.gate(x).sigmoid()
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ elements that a token's key or value takes in the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from server.arch.footprint import least_step_bytes
 from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, QueryScale, Rope
 from server.arch.stages import Stage
+from server.arch.windows import largest_window
 from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.layers.embedding import Embedding, Head, vocab_share
 from server.layers.position import Rotary, query_scales
@@ -72,7 +73,8 @@ class Stack:
     ) -> tuple[Stream, LayerStep]:
         """token_ids [T] → the residual stream before the first layer, and what every layer is told."""
         x = self._embed(token_ids, meta) if hidden is None else hidden
-        return Stream(x), LayerStep(meta, self._rotations(meta), cross, self._query_scales(meta))
+        ring = None if meta.ring_tables is None else replace(meta, block_tables=meta.ring_tables)
+        return Stream(x), LayerStep(meta, self._rotations(meta), cross, self._query_scales(meta), ring)
 
     def end(self, stream: Stream) -> Tensor:
         """The residual stream behind the last layer → final hidden states [T, D]; as it is, where a stage follows."""
@@ -194,10 +196,17 @@ class Transformer:
 
 def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cache: KvFormat) -> KVShape:
     """What a rank's part of a stage of a model keeps of sequences."""
-    kinds = [spec.layers[layer].recurrence for layer in stage.layers]
+    layers = [spec.layers[layer] for layer in stage.layers]
+    kinds = [layer.recurrence for layer in layers]
     states = [0 if kind is None else kind.part(shard.world_size).state_size for kind in kinds]
     kv_heads = len(local_kv_heads(spec, shard))
-    return KVShape(states.count(0), kv_heads, spec.head_dim, dtype, format=cache, states=tuple(states))
+    return KVShape(
+        *(states.count(0), kv_heads, spec.head_dim, dtype),
+        format=cache,
+        states=tuple(states),
+        window=largest_window(spec),
+        windows=tuple(layer.window for layer in layers if layer.recurrence is None),
+    )
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

@@ -1,7 +1,8 @@
 """Paged KV cache (Kwon et al. 2023, arXiv 2309.06180): its tensors, the sums that size them, and where blocks are.
 
 A recurrent layer keeps no tokens but one state of a fixed size for each sequence, in the row that the sequence has in
-the device's tables. Steps find states by those rows, as they find blocks.
+the device's tables. Steps find states by those rows, as they find blocks. So it is with a windowed layer's ring of
+blocks (`server/arch/windows.py`), where there is one.
 
 The router hands out blocks and knows nothing of tensors; the tensors know nothing of sequences. All blocks are on the
 device unless a model was loaded otherwise (`server/model/offloaded_kv.py`).
@@ -22,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from server.arch.windows import Ring
 from server.backends.device import Device, HostCopies
 from server.backends.protocol import Attention, Backend
 from server.blocks import BLOCK_SIZE, num_blocks
@@ -44,25 +46,48 @@ class KVShape:
     format: KvFormat = AS_COMPUTED
     sizes: tuple[tuple[int, int], ...] = ()  # kv heads and head size of each layer, where they differ
     states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer, 0 where it attends; empty: all attend
+    window: int = 0  # the largest of the whole model, where its layers may have rings; 0: they may not
+    windows: tuple[int, ...] = ()  # of each layer that attends, 0 where it sees all; empty: all see all
+    ring: Ring | None = None  # of each windowed layer and sequence; None: such layers have blocks as the others do
 
     @property
     def layers(self) -> Sequence[KVShape]:
         """The same of each layer alone."""
         sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
-        return [replace(self, num_layers=1, num_kv_heads=k, head_dim=h, sizes=(), states=()) for k, h in sizes]
+        alone = replace(self, num_layers=1, sizes=(), states=(), windows=(), ring=None)
+        return [replace(alone, num_kv_heads=kv_heads, head_dim=head_dim) for kv_heads, head_dim in sizes]
+
+    @property
+    def paged(self) -> Sequence[KVShape]:
+        """Those of the layers without rings. Where all have one, blocks hold copies from rings alone, of one's size."""
+        if self.ring is None:
+            return self.layers
+        layers = [layer for layer, window in zip(self.layers, self.windows, strict=True) if not window]
+        return layers or self.layers[:1]
+
+    @property
+    def ringed(self) -> Sequence[KVShape]:
+        """Those of the layers with rings."""
+        windows = self.windows if self.ring is not None else ()
+        return [layer for layer, window in zip(self.layers, windows, strict=False) if window]
 
     @property
     def bytes_per_token(self) -> int:
-        """Key and value, all layers."""
-        if self.sizes:
-            return sum(layer.bytes_per_token for layer in self.layers)
+        """Key and value, all layers without rings."""
+        if self.sizes or self.ring is not None:
+            return sum(layer.bytes_per_token for layer in self.paged)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
         return 2 * self.num_layers * self.num_kv_heads * row_bytes
 
     @property
     def bytes_per_sequence(self) -> int:
-        """The states of recurrent layers."""
-        return STATE_DTYPE.itemsize * sum(self.states)
+        """The states of recurrent layers, the rings of windowed ones."""
+        blocks = 0 if self.ring is None else self.ring.num_blocks
+        return STATE_DTYPE.itemsize * sum(self.states) + blocks * sum(layer.bytes_per_block for layer in self.ringed)
+
+    def bytes_of_sequences(self, count: int) -> int:
+        """The same of so many sequences at once; one state more is nobody's."""
+        return (count + any(self.states)) * self.bytes_per_sequence
 
     @property
     def bytes_per_block(self) -> int:
@@ -113,20 +138,28 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     if not shape.is_paged:
         return []
     stored = shape.format.stored(shape.dtype)
-    return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
+    return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.paged]
 
 
-def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Tensor]:
-    """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, the others states.
+def allocate_rings(shape: KVShape, sequences: int, device: Device) -> list[Tensor]:
+    """One tensor as those of `allocate` for each layer with rings: row r of the tables has the r-th, from 1 on."""
+    blocks = 0 if shape.ring is None else sequences * shape.ring.num_blocks
+    return [device.empty_kv(layer.size_of(blocks), layer.format.stored(layer.dtype)) for layer in shape.ringed]
+
+
+def beside_states(
+    shape: KVShape, kv: Sequence[Tensor], rings: Sequence[Tensor], rows: int, device: Device
+) -> list[Tensor]:
+    """What each layer of a stage keeps of all sequences, in order: `kv`, or `rings`, or states where it is recurrent.
 
     A layer's states are [rows, numbers] float32, of which row 0 is no sequence's.
     """
-    if not any(shape.states):
-        return list(kv)
-    attending = iter(kv)
+    paged, ringed = iter(kv), iter(rings)
+    if rings:
+        return [next(ringed if window else paged) for window in shape.windows]
     return [
-        torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device) if numbers else next(attending)
-        for numbers in shape.states
+        torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device) if numbers else next(paged)
+        for numbers in shape.states or (0,) * len(kv)
     ]
 
 
@@ -134,6 +167,7 @@ class KvPlacement(Protocol):
     """Keeps the KV blocks of one model on one rank."""
 
     where: str  # what holds the blocks, for sentences
+    has_rings: bool  # whether windowed layers may have rings beside them
 
     @property
     def device_bytes(self) -> int:
@@ -170,6 +204,7 @@ class KvOnDevice:
     """See `KvPlacement`."""
 
     where = "free memory"
+    has_rings = True
     offloaded = ""
     moved_bytes = 0
 
