@@ -21,7 +21,7 @@ CHUNKS = (64, 60, 26)
 DEPTH = 7  # blocks of PROMPT that others begin with
 NUM_DECODES = 40
 LONGEST = num_blocks(len(PROMPT) + NUM_DECODES)
-loaded = partial(load_engine, tokens=4096)
+loaded = partial(load_engine, tokens=4096, rings=True)
 
 
 def step(engine: Engine, **fields: object) -> list[int]:
