@@ -21,6 +21,7 @@ from torch import Tensor
 from server.stepping.cache import STATE_DTYPE
 
 COPIED_BYTES = 64 << 20  # from rings at once
+WORD = torch.int64  # a block's 16 tokens are whole words in any format, and these are copied faster than bytes
 
 
 class Checkpoints:
@@ -67,8 +68,8 @@ class RingCopies:
 
     def __init__(self, rings: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """rings: [blocks of all rings, n]; parts: [B, n] of the KV cache. Rows of either are of blocks."""
-        self._rings = [ring.view(torch.uint8) for ring in rings]
-        self._parts = [part.view(torch.uint8) for part in parts]
+        self._rings = [ring.view(WORD) for ring in rings]
+        self._parts = [part.view(WORD) for part in parts]
         self._widths = [ring.shape[1] for ring in self._rings]
         self._sizes = [part.shape[1] for part in self._parts]
 
@@ -99,5 +100,5 @@ class RingCopies:
         """A few of them at a time, each with the KV blocks that are needed."""
         if not self._rings:  # a pipeline stage without windowed layers
             return iter(())
-        at_once = max(1, COPIED_BYTES // sum(self._widths))
+        at_once = max(1, COPIED_BYTES // (WORD.itemsize * sum(self._widths)))
         return zip(places.split(at_once), blocks[:, : self.num_blocks].split(at_once), strict=True)
