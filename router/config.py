@@ -187,10 +187,11 @@ class RouterConfig:
         metadata={
             "unit": "tokens",
             "min": 1,
-            "help": "Of a model with recurrent layers, how many tokens lie between two states that the prefix cache "
-            "keeps, in whole KV blocks. A request goes on from the last one in what it shares.",
-            "when": "Lower it for many short prompts with a common beginning; raise it if kept states, whose size the "
-            "start-up table tells, push prefixes out of the cache.",
+            "help": "Of a model with recurrent layers, or windowed ones with rings, how many tokens lie between two "
+            "places that the prefix cache keeps, in whole KV blocks. A request goes on from the last in what it "
+            "shares.",
+            "when": "Lower it for many short prompts with a common beginning; raise it if what is kept, whose size the "
+            "start-up table tells, pushes prefixes out of the cache.",
         },
     )
     disable_prefix_caching: bool = field(

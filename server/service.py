@@ -130,7 +130,9 @@ class ShardService(pb_grpc.ShardServicer):
         )
         if warmed.products and engine.shard.rank == 0:
             log.info("Products that were measured:\n  %s", "\n  ".join(warmed.products))
-        on_device = engine.kv_placement.device_bytes
+        ring = engine.kv_shape.ring
+        state_bytes = engine.kv_shape.bytes_of_sequences(warmed.num_states) if warmed.num_states else 0
+        on_device = engine.kv_placement.device_bytes + state_bytes
         sharing = engine.shard.sharing
         return pb.WarmupReply(
             max_batch_total_tokens=warmed.tokens,
@@ -150,7 +152,10 @@ class ShardService(pb_grpc.ShardServicer):
             token_seconds=warmed.prompt_times.token,
             num_states=warmed.num_states,
             checkpoint_blocks=engine.checkpoint_blocks,
-            state_bytes=(warmed.num_states + 1) * engine.kv_shape.bytes_per_sequence,
+            state_bytes=state_bytes,
+            window_blocks=ring.window_blocks if ring is not None else 0,
+            most_at_once=ring.most_at_once if ring is not None else 0,
+            kv_bytes_per_token=engine.kv_shape.bytes_per_token,
         )
 
     async def OpenTiers(self, request: pb.OpenTiersRequest, context: grpc.aio.ServicerContext) -> pb.OpenTiersReply:

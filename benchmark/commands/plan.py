@@ -233,7 +233,7 @@ def _arguments_table(args: argparse.Namespace, model: str, served: ServedModel) 
 def _capacity_table(capacities: list[Capacity], max_total_tokens: int) -> str:
     fitting = ("KV tokens that fit", "max_batch_total_tokens", "Longest sequence")
     has_states = any(found.state_bytes_per_sequence for found in capacities)
-    states = ("State per sequence and shard",) if has_states else ()
+    states = ("Kept per sequence and shard",) if has_states else ()
     headers = ("Shards", "Weights per shard", "KV per token and shard", *states, *fitting)
     cells = [
         [

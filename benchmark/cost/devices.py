@@ -25,6 +25,7 @@ from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
 from benchmark.result import BenchError
 from host.cgroups import available_bytes
 from server.arch.footprint import LOGIT_BYTES, least_step_bytes, state_bytes, step_bytes
+from server.arch.windows import largest_window, ring_for
 from server.quantisation import sizes
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Capacity:
     kv_tokens: int  # that fit, at least 0
     max_batch_total_tokens: int  # that the server would infer
     problem: str | None  # why this split cannot be served
-    state_bytes_per_sequence: int = 0  # and shard, of recurrent layers
+    state_bytes_per_sequence: int = 0  # and shard: the states of recurrent layers, the rings of windowed ones
 
 
 def stored_as(named: NamedShape, quantize: str | None, head: str = "int8") -> str | None:
@@ -176,11 +177,10 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
     weights += shape.padding_bytes(served.quantize, num_shard)
     weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
-    kv_bytes = replace(served, ranks=num_shard).kept_bytes // num_shard
+    kv_bytes, state = kept_bytes(replace(served, ranks=num_shard), args.max_batch_prefill_tokens, args.max_total_tokens)
     free = device.free_bytes(weights, _step_bytes(served, device, num_shard, args), num_shard)
-    # One state is nobody's; of the free memory, states have at most half.
-    state = state_bytes(shape.spec, num_shard)
-    states = min(free // 2, (args.max_concurrent_requests + 1) * state)
+    # One state is nobody's; of the free memory, states and rings have at most half.
+    states = min(free // 2, (args.max_concurrent_requests + bool(shape.spec.recurrences)) * state)
     tokens = max(0, int((free - states) // (max(1, kv_bytes) * BLOCK_SIZE)) * BLOCK_SIZE)
     blocks = -(-args.max_total_tokens // BLOCK_SIZE) + (shape.spec.encoder is not None)  # which has blocks of its own
     useful = args.max_concurrent_requests * blocks * BLOCK_SIZE
@@ -188,6 +188,21 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     if problem is None and not tokens:
         problem = f"{weights / 1e9:.2f} GB of weights a shard leave no room for a KV cache with {num_shard} shards"
     return Capacity(num_shard, weights, kv_bytes, tokens, min(tokens, useful), problem, state)
+
+
+def kept_bytes(served: ServedModel, prefill_tokens: int, total_tokens: int) -> tuple[int, int]:
+    """What a rank keeps of each token in the KV cache, and of each sequence beside it.
+
+    prefill_tokens: of the largest step; total_tokens: of the longest sequence.
+    """
+    spec, ranks, by_window = served.shape.spec, served.ranks, served.kept_by_window
+    ring = ring_for(largest_window(spec), prefill_tokens, total_tokens)
+    if ring is None:
+        return served.kept_bytes // ranks, state_bytes(spec, ranks)
+    ringed = sum(num_bytes for window, num_bytes in by_window.items() if window) // ranks
+    # Where all layers have rings, blocks are as large as one layer's and hold copies.
+    paged = by_window[0] if 0 in by_window else served.kept_bytes // spec.num_layers
+    return paged // ranks, BLOCK_SIZE * ring.num_blocks * ringed
 
 
 def _step_bytes(served: ServedModel, device: DatasheetDevice, num_shard: int, args: Namespace) -> float:

@@ -200,7 +200,16 @@ class ServedModel:
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes of the keys and values of one token on all ranks, in all layers that keep them."""
-        return sum(self._kv_bytes(heads) for heads in map(self.shape.spec.cached, self.shape.spec.layers) if heads)
+        return sum(self.kept_by_window.values())
+
+    @cached_property
+    def kept_by_window(self) -> Mapping[int, int]:
+        """The same by the sliding windows of these layers; 0: none."""
+        found: Counter[int] = Counter()
+        for layer in self.shape.spec.layers:
+            if (heads := self.shape.spec.cached(layer)) is not None:
+                found[layer.window] += self._kv_bytes(heads)
+        return found
 
     @cached_property
     def key_flops(self) -> Mapping[int, int]:

@@ -116,10 +116,10 @@ class Simulated(Scheduled):
         self.request = request
         self.prompt_length, self.most_tokens = len(request.token_ids), request.max_new_tokens
 
-    def begin_sequence(self, block_size: int | None, border: int = 0) -> None:
+    def begin_sequence(self, block_size: int | None, border: int = 0, most_at_once: int = 0) -> None:
         """Start over with the tokens that have come back."""
         num_scheduled = self.num_scheduled
-        Scheduled.begin_sequence(self, block_size, border)
+        Scheduled.begin_sequence(self, block_size, border, most_at_once)
         self.num_dropped, self.under_way = num_scheduled - self.num_scheduled, ()
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:

@@ -144,7 +144,7 @@ class ModelCheck:
         each = f"{room.kv_bytes_per_token_per_shard} bytes each; at most {room.kv_tokens} tokens fit"
         findings.add("KV cache", f"{room.max_batch_total_tokens} tokens", f"{readable(size)} per shard, {each}")
         if room.state_bytes_per_sequence:
-            findings.add("states", f"{readable(room.state_bytes_per_sequence)} per sequence and shard")
+            findings.add("per sequence", f"{readable(room.state_bytes_per_sequence)} per shard")
         shards = self.placement.layout.num_local
         shared = f", shared by {shards} shards" if self.placement.device == "cpu" and shards > 1 else ""
         findings.add("memory", readable(found.memory.free_bytes), found.memory.described + shared)

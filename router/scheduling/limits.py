@@ -46,7 +46,9 @@ class Limits:
     num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False
     checkpoint_tokens: int = 0  # between two places at which a sequence's states are kept; 0: they are not
-    checkpoint_blocks: int = 0  # that hold the states of one sequence
+    checkpoint_blocks: int = 0  # that hold the states of one sequence, or one block of tokens of windowed layers
+    window_blocks: int = 0  # blocks of tokens that windowed layers with rings see; 0: no layer has a ring
+    most_at_once: int = 0  # tokens of one sequence in a step, so that they fit a ring; 0: any number
     kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -178,12 +180,16 @@ def resolve(
     pads_chunks: bool,
     num_states: int = 0,
     checkpoint_blocks: int = 0,
+    window_blocks: int = 0,
+    most_at_once: int = 0,
 ) -> Limits:
     """The final limits after the warmup. Raises ValueError when the longest request could never run.
 
-    num_states: sequences whose recurrent layers have room for a state; 0: no layer has one. checkpoint_blocks: that
-    hold the states of one sequence; 0: they cannot be kept.
+    num_states: sequences that states or rings have room for; 0: no layer has either. checkpoint_blocks: that hold the
+    states of one sequence, or one block of tokens of windowed layers; 0: they cannot be kept. window_blocks,
+    most_at_once: see `Limits`.
     """
+    distance = max(blocks_for(config.state_checkpoint_tokens, block_size), window_blocks)
     lengths = derive_lengths(config, max_positions, has_encoder=has_encoder, room=room)
     prefill = prefill_tokens(config, room, has_encoder=has_encoder)
     useful = useful_tokens(config, lengths, block_size=block_size, has_encoder=has_encoder)
@@ -210,25 +216,27 @@ def resolve(
         prefix_caching=shares_prefixes
         and not config.disable_prefix_caching
         and bool(checkpoint_blocks or not num_states),
-        checkpoint_tokens=blocks_for(config.state_checkpoint_tokens, block_size) * block_size if num_states else 0,
+        checkpoint_tokens=distance * block_size if num_states else 0,
         checkpoint_blocks=checkpoint_blocks,
+        window_blocks=window_blocks,
+        most_at_once=most_at_once,
         kv_admission=config.kv_admission,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful)
-        | _of_states(config, num_states),
+        | _of_states(config, num_states, "rings of windowed layers" if window_blocks else "states of recurrent layers"),
     )
 
 
 def batch_size(wanted: int | None, num_states: int) -> int | None:
-    """Sequences at once: as many as are wanted (None: any number), or as there are states for (0: none has one)."""
+    """Sequences at once: as many as are wanted (None: any number), or as `num_states` (0: no layer has any)."""
     return wanted if not num_states else min(wanted or num_states, num_states)
 
 
-def _of_states(config: RouterConfig, num_states: int) -> dict[str, str]:
-    """Where `max_batch_size` came from, if states bound it."""
+def _of_states(config: RouterConfig, num_states: int, source: str) -> dict[str, str]:
+    """Where `max_batch_size` came from, if states or rings bound it."""
     if batch_size(config.max_batch_size, num_states) == config.max_batch_size:
         return {}
-    return {"max_batch_size": "states of recurrent layers"}
+    return {"max_batch_size": source}
 
 
 def _sources(config: RouterConfig, lengths: LengthLimits, prefill: int, *, is_full_size: bool) -> dict[str, str]:

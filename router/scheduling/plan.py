@@ -32,6 +32,22 @@ class FilledBlock(NamedTuple):
     depth: int  # its place among the sequence's blocks
 
 
+class WindowCopy(NamedTuple):
+    """A block of tokens that is copied from the rings of windowed layers to KV blocks."""
+
+    sequence: int
+    place: int  # among the sequence's blocks of tokens
+    names: Sequence[bytes]  # keys of what it becomes …
+    blocks: Sequence[int]  # … and where that is
+
+
+class Loaded(NamedTuple):
+    """What a sequence goes on from that is admitted behind a prefix."""
+
+    blocks: Sequence[int]
+    places: range  # of the blocks of tokens that these are of, where they are of windowed layers; else empty
+
+
 class StepPlan(NamedTuple, Generic[S]):
     """What one step does. Most steps only decode, and leave out all that is behind `saves`."""
 
@@ -54,7 +70,8 @@ class StepPlan(NamedTuple, Generic[S]):
     extended: Mapping[int, list[int]] = NOTHING  # Last tokens and forced ones behind them: they join running sequences.
     constrained: Sequence[S] = ()  # Those that get a token of what their grammars allow.
     grown: Mapping[int, Sequence[int]] = NOTHING  # Running sequences that get more blocks, and these.
-    loaded: Mapping[int, Sequence[int]] = NOTHING  # Blocks of the states that those admitted go on from.
+    loaded: Mapping[int, Loaded] = NOTHING  # What those admitted go on from, beside the blocks of their prefixes.
+    copies: Sequence[WindowCopy] = ()  # What goes from rings to blocks before the step is computed.
     kept: Mapping[int, Sequence[int]] = NOTHING  # Blocks that states go to when the step is computed.
 
     def num_repeats(self, num_running: int) -> int:

@@ -6,9 +6,8 @@ were just allocated, in the step that admits the request, and is then found on t
 what the device forgets is saved before it is overwritten. Plain Python over block ids: tensors are the shards'.
 Admission (`queue.py`) counts before it asks, so running out here is a bug of ours and not something a user can cause.
 
-A recurrent layer's state is that after one token. Where a model has some, states are kept at places that all sequences
-have in common (`Checkpoints`), in blocks with keys of their own, and a request goes on from the last place at which all
-of that is there; so it is computed again from there on, by one distance between such places at most.
+Recurrent and windowed layers need more than these blocks to go on behind a prefix (`checkpoints.py`). A request goes on
+from the last place at which all of that is there, and is computed again from there on.
 
 A full block gets a key, a digest of all tokens from the start of the sequence to its end (`request.py`), and can be
 found by it once it is confirmed: computed by a step that did not fail. Several sequences can hold it, which only read
@@ -20,13 +19,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from hashlib import blake2b
 from itertools import takewhile
 from typing import NamedTuple
 
-from router.scheduling.plan import FilledBlock
+from router.scheduling.checkpoints import Checkpoints, States, Windows
+from router.scheduling.plan import FilledBlock, Loaded, WindowCopy
 from router.scheduling.prefix_index import TierIndex
-from router.scheduling.prefix_moves import KEY_BYTES, Restored, Saved
+from router.scheduling.prefix_moves import Restored, Saved
 from router.scheduling.request import Keeping, Scheduled
 
 SAVED_BESIDE = 8  # blocks that a step saves beside as many as it computes: a copy takes a hundredth of computing one
@@ -39,39 +38,38 @@ class Found(NamedTuple):
 
     blocks: list[int]  # the device holds these …
     keys: list[bytes]  # … and the host those behind them
-    state_blocks: Sequence[int] = ()  # of the states at the end of that, likewise
-    state_keys: Sequence[bytes] = ()
+    # What it takes to go on from there: the device's blocks, or the keys of what the host holds.
+    needed: Sequence[int | bytes] = ()
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are not computed again."""
         return len(self.blocks) + len(self.keys)
 
+    @property
+    def held(self) -> list[int]:
+        """All blocks of the device among these."""
+        return [*self.blocks, *(one for one in self.needed if isinstance(one, int))]
 
-class Checkpoints(NamedTuple):
-    """Where states are kept."""
-
-    distance: int  # blocks of tokens from one place to the next
-    size: int  # blocks that the states of one sequence take
-
-    def keys(self, key: bytes) -> list[bytes]:
-        """Of the blocks that hold the states behind the block with this key."""
-        return [
-            blake2b(key + place.to_bytes(4, "little"), digest_size=KEY_BYTES, person=b"state").digest()
-            for place in range(self.size)
-        ]
+    @property
+    def needed_keys(self) -> list[bytes]:
+        """What comes from the host to blocks that are the request's for one step."""
+        return [one for one in self.needed if isinstance(one, bytes)]
 
 
 class PrefixCache:
     """Blocks by what they hold. `pool` is the device's, `tiers` is what is behind it.
 
-    checkpoints: where states are kept; None: the model has none.
+    checkpoints: how the model goes on from a prefix; None: its blocks suffice.
     """
 
     def __init__(self, num_blocks: int, tiers: TierIndex | None = None, checkpoints: Checkpoints | None = None) -> None:
         self.checkpoints = checkpoints
-        self._loaded: dict[int, list[int]] = {}  # states that sequences go on from, held for the plan at hand
-        self._lent: list[int] = []  # blocks that states are kept in, likewise
+        self._loaded: dict[int, Loaded] = {}  # what sequences go on from, held for the plan at hand
+        self._lent: list[int] = []  # blocks that states and windows are kept in, likewise
+        self._passed: list[tuple[int, Sequence[bytes], int]] = []  # sequences with their keys, to be kept at a depth
+        self._copying: set[bytes] = set()  # what steps under way copy from rings
+        self._lost: set[int] = set()  # sequences that steps have lost
         self.tiers = tiers or TierIndex()
         self.pool = BlockPool(num_blocks, self.tiers.forgotten)
         self._restores: list[Restored] = []
@@ -83,18 +81,18 @@ class PrefixCache:
         keys = entry.keys.keys[:most]
         blocks = self.pool.find(keys)
         found = Found(blocks, self.tiers.find(keys[len(blocks) :]))
-        return found if self.checkpoints is None else self._with_states(found, keys, self.checkpoints)
+        return found if self.checkpoints is None else self._going_on(found, keys, self.checkpoints)
 
-    def _with_states(self, found: Found, keys: Sequence[bytes], checkpoints: Checkpoints) -> Found:
-        """As much of it as there are states behind."""
-        for depth in _places(found.num_blocks, checkpoints.distance):
-            states = checkpoints.keys(keys[depth - 1])
-            on_device = self.pool.find(states)
-            on_host = self.tiers.find(states[len(on_device) :])
-            if len(on_device) + len(on_host) == len(states):
-                behind = found.keys[: max(0, depth - len(found.blocks))]
-                return Found(found.blocks[:depth], behind, on_device, on_host)
-        return Found([], [])
+    def _going_on(self, found: Found, keys: Sequence[bytes], checkpoints: Checkpoints) -> Found:
+        """As much of it as a request can go on from."""
+        depth = checkpoints.deepest(
+            keys, found.num_blocks, lambda key: self.pool.holder(key) is not None or self.tiers.has_at_hand(key)
+        )
+        names = checkpoints.needed(keys, depth) if depth else []
+        needed = [name if (block := self.pool.holder(name)) is None else block for name in names]
+        whole = Found(found.blocks[:depth], found.keys[: max(0, depth - len(found.blocks))], needed)
+        missing = whole.needed_keys
+        return whole if len(self.tiers.find(missing)) == len(missing) else Found([], [])  # else too many for one step
 
     def awaits_disk(self, entry: Scheduled, block_size: int) -> bool:
         """Whether it should wait for what is on its way from the disk, which this asks for."""
@@ -108,30 +106,30 @@ class PrefixCache:
         return entry.disk_wait is not None and not entry.disk_wait.is_over
 
     def _behind_device(self, keys: Sequence[bytes], checkpoints: Checkpoints) -> list[bytes]:
-        """What the device lacks of the longest beginning that all of is somewhere, states first."""
+        """What the device lacks of the longest beginning that all of is somewhere, last what all layers need."""
         num_held = len(self.pool.find(keys))
         reach = num_held + len(list(takewhile(self.tiers.holds, keys[num_held:])))
-        for depth in _places(reach, checkpoints.distance):
-            states = checkpoints.keys(keys[depth - 1])
-            missing = states[len(self.pool.find(states)) :]
-            if all(map(self.tiers.holds, missing)):
-                return missing + list(keys[num_held:depth])
-        return []
+        depth = checkpoints.deepest(keys, reach, self._holds)
+        needed = checkpoints.needed(keys, depth) if depth else []
+        return [key for key in needed if self.pool.holder(key) is None] + list(keys[num_held:depth])
 
     def reserve(self, entry: Scheduled, found: Found, num_blocks: int) -> list[int]:
         """The blocks of a request that is admitted: those found, which are held already, and new ones to write to."""
         fresh = self.pool.allocate(num_blocks - len(found.blocks))
         self._restores += self.tiers.restore(found.keys, fresh[: len(found.keys)], entry.id)
         if self.checkpoints is not None and found.num_blocks:
-            passing = self.pool.allocate(len(found.state_keys))
-            self._restores += self.tiers.restore(found.state_keys, passing, entry.id)
-            self._loaded[entry.id] = [*found.state_blocks, *passing]
+            missing = found.needed_keys
+            passing = self.pool.allocate(len(missing))
+            self._restores += self.tiers.restore(missing, passing, entry.id)
+            coming = iter(passing)
+            blocks = [one if isinstance(one, int) else next(coming) for one in found.needed]
+            self._loaded[entry.id] = Loaded(blocks, self.checkpoints.places(found.num_blocks))
         return found.blocks + fresh
 
-    def take_loads(self) -> Mapping[int, Sequence[int]]:
-        """The states that those just admitted go on from. They are read before what a later step writes there."""
+    def take_loads(self) -> Mapping[int, Loaded]:
+        """What those just admitted go on from. It is read before what a later step writes there."""
         loaded, self._loaded = self._loaded, {}
-        for blocks in (*loaded.values(), self._lent):
+        for blocks in (*(one.blocks for one in loaded.values()), self._lent):
             self.pool.free(blocks)
         self._lent = []
         return loaded
@@ -141,8 +139,8 @@ class PrefixCache:
 
         And what these hold, if it is known; else they are held until `name_states` or `drop_states`.
         """
-        assert entry.keys is not None and self.checkpoints is not None
-        known = self.checkpoints.keys(entry.keys.keys[depth]) if depth < len(entry.keys.keys) else []
+        assert entry.keys is not None and isinstance(self.checkpoints, States)
+        known = self.checkpoints.needed(entry.keys.keys, depth + 1) if depth < len(entry.keys.keys) else []
         is_there = known and len(self.pool.find(known)) == len(known)
         if is_there or self.pool.num_free < self.checkpoints.size:
             return [], []
@@ -161,7 +159,7 @@ class PrefixCache:
         """A sequence's block `depth` has this key, and what is behind it is computed: so are the states there."""
         if entry.keeping is None or entry.keeping.depth != depth or self.checkpoints is None:
             return
-        for name, block in zip(self.checkpoints.keys(key), entry.keeping.blocks, strict=True):
+        for name, block in zip(self.checkpoints.needed([key], 1), entry.keeping.blocks, strict=True):
             self.pool.announce(name, block)
             self.confirm(name, block, entry.id, depth)
         self.drop_states(entry)
@@ -171,6 +169,62 @@ class PrefixCache:
         if entry.keeping is not None:
             self.pool.free(entry.keeping.blocks)
             entry.keeping = None
+
+    def pass_depth(self, entry: Scheduled, depth: int) -> None:
+        """Have the next step copy what windowed layers need behind the first `depth` blocks of a sequence."""
+        if entry.keys is not None and depth:
+            self._passed.append((entry.id, entry.keys.keys, depth))
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the next step should copy anything, if there is room."""
+        return bool(self._passed)
+
+    def take_copies(self) -> list[WindowCopy]:
+        """What the next step copies before it computes anything, as far as blocks are free for it."""
+        passed, self._passed = self._passed, []
+        copies = list[WindowCopy]()
+        for id, keys, depth in passed:
+            assert isinstance(self.checkpoints, Windows)
+            places = self.checkpoints.places(depth)
+            lacking = [(place, self.checkpoints.names(keys[place])) for place in places]
+            lacking = [(place, names) for place, names in lacking if not all(map(self._has_or_copies, names))]
+            if len(lacking) * self.checkpoints.size <= self.pool.num_free:
+                copies += [self._copy(id, place, names) for place, names in lacking]
+        return copies
+
+    def _copy(self, sequence: int, place: int, names: list[bytes]) -> WindowCopy:
+        blocks = self.pool.allocate(len(names))
+        self._lent += blocks
+        self._copying.update(names)
+        for name, block in zip(names, blocks, strict=True):
+            self.pool.announce(name, block)
+        return WindowCopy(sequence, place, names, blocks)
+
+    def _holds(self, key: bytes) -> bool:
+        """Whether it is anywhere."""
+        return self.pool.holder(key) is not None or self.tiers.holds(key)
+
+    def _has_or_copies(self, key: bytes) -> bool:
+        return key in self._copying or self._holds(key)
+
+    def copied(self, copies: Iterable[WindowCopy]) -> None:
+        """The step with these is computed; of a sequence that was lost before, there was nothing to copy."""
+        for sequence, place, names, blocks in copies:
+            self._copying.difference_update(names)
+            for name, block in zip(names, blocks, strict=True):
+                if sequence in self._lost:
+                    self.pool.retract(name, block)
+                else:
+                    self.confirm(name, block, sequence, place)
+
+    def lose(self, sequences: Iterable[int], copies: Iterable[WindowCopy]) -> None:
+        """A step with these failed."""
+        self._lost.update(sequences)
+        for copy in copies:
+            self._copying.difference_update(copy.names)
+            for name, block in zip(copy.names, copy.blocks, strict=True):
+                self.pool.retract(name, block)
 
     def take_restores(self, step: int) -> list[Restored]:
         """What the next step brings back for those that were just admitted."""
@@ -228,11 +282,6 @@ class PrefixCache:
             self.pool.retract(restored.key, restored.block)
 
 
-def _places(num_blocks: int, distance: int) -> Iterable[int]:
-    """Where states may be kept within so many blocks, the last place first."""
-    return range(num_blocks - num_blocks % distance, 0, -distance)
-
-
 class BlockPool:
     """Hands out the ids from 0 to num_blocks - 1.
 
@@ -268,6 +317,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def holder(self, key: bytes) -> int | None:
+        """The block that holds what has this key."""
+        return self._found.get(key)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to each of these blocks, which `find` has just named."""

@@ -85,6 +85,10 @@ class TierIndex:
         """Whether the host or the disk has this block, or it is on its way between them."""
         return key in self._host or key in self._disk or key in self._fetching
 
+    def has_at_hand(self, key: bytes) -> bool:
+        """Whether the host has this block."""
+        return key in self._host
+
     # ------------------------------------------------------------------------------------- from device to host
 
     def computed(self, key: bytes, block: int, sequence: int, depth: int) -> None:

@@ -48,7 +48,7 @@ class RequestSize:
     is_encoded: bool = False  # Whether an encoder reads the prompt.
     cached: int = 0  # Tokens at the beginning of the prompt whose keys and values are in the KV cache already.
     rebuilt: int = 0  # Tokens generated before the shards were lost, which are computed again behind the prompt.
-    most_at_once: int = 0  # Tokens of its first chunk at most, where states are kept; 0: any number.
+    most_at_once: int = 0  # Tokens of its first chunk at most; 0: any number.
     passing: int = 0  # Blocks that it needs in its first step alone.
 
     @property

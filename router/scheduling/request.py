@@ -245,6 +245,7 @@ class Scheduled:
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
     disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.
     border: int = 0  # Tokens between two places at which its states are kept for others to go on from; 0: they are not.
+    most_at_once: int = 0  # Tokens of it in a step at most; 0: any number.
     keeping: Keeping | None = None  # States that a step keeps, of which it is not known yet what they are of.
     num_rebuilt: int = 0  # Generated tokens that it began with, behind the prompt.
     num_known: int = 0  # Tokens behind the prompt that the shards are told: `num_rebuilt`, or forced by its grammar.
@@ -252,12 +253,13 @@ class Scheduled:
     num_scheduled: int = 0  # Generated tokens: those that it began with, and those that the steps sent so far yield.
     unsent: list[int] = field(default_factory=list)  # Its last token and forced ones, which the shards do not know yet.
 
-    def begin_sequence(self, block_size: int | None, border: int = 0) -> None:
+    def begin_sequence(self, block_size: int | None, border: int = 0, most_at_once: int = 0) -> None:
         """Start over with what is known: its prompt, what it has got, and what its grammar forces behind that.
 
-        block_size: None where it shares no blocks. border: see the field.
+        block_size: None where it shares no blocks. border, most_at_once: see the fields.
         """
         self.border = border if block_size is not None else 0
+        self.most_at_once = most_at_once or self.border
         self.num_rebuilt = self.num_scheduled = self.num_written
         self.num_known = self.num_rebuilt + len(self.forced)
         self.num_prompt_scheduled = 0
@@ -276,7 +278,7 @@ class Scheduled:
 
     def prompt_chunk(self, most: int) -> int:
         """Tokens of its prompt for the next step, at most so many: none go over a place at which states are kept."""
-        most = min(most, self.num_prompt_left)
+        most = min(most, self.num_prompt_left, self.most_at_once or most)
         return min(most, self.steps_to_border) if self.border else most
 
     @property

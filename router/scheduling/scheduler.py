@@ -21,13 +21,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic
 
+from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
 from router.scheduling.forecast import Forecast
 from router.scheduling.grammar import Continuation
 from router.scheduling.limits import Limits, batch_size
 from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
-from router.scheduling.prefix_cache import Checkpoints, Found, PrefixCache
+from router.scheduling.prefix_cache import Found, PrefixCache
 from router.scheduling.prefix_index import TierIndex
 from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch, take_from
 
@@ -57,8 +58,12 @@ class Scheduler(Generic[S]):
 
     def _new_cache(self, tiers: TierIndex | None = None) -> PrefixCache:
         limits = self.limits
-        distance = limits.checkpoint_tokens // limits.block_size if limits.prefix_caching else 0
-        checkpoints = Checkpoints(distance, limits.checkpoint_blocks) if distance else None
+        distance, size = limits.checkpoint_tokens // limits.block_size, limits.checkpoint_blocks
+        checkpoints: Checkpoints | None = None
+        if distance and limits.prefix_caching:
+            checkpoints = States(distance, size)
+            if limits.window_blocks:
+                checkpoints = Windows(distance, size, limits.window_blocks, limits.most_at_once)
         return PrefixCache(limits.num_blocks, tiers, checkpoints)
 
     @property
@@ -107,7 +112,8 @@ class Scheduler(Generic[S]):
         request = entry.request
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
         shares = self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids
-        entry.begin_sequence(self.limits.block_size if shares else None, self.limits.checkpoint_tokens)
+        border = 0 if self.limits.window_blocks else self.limits.checkpoint_tokens
+        entry.begin_sequence(self.limits.block_size if shares else None, border, self.limits.most_at_once)
         entry.expected = request.max_new_tokens
         if self.forecast is not None:
             self.forecast.expect(entry)
@@ -139,7 +145,7 @@ class Scheduler(Generic[S]):
 
     def _planned_again(self, lane: Lane[S]) -> StepPlan[S] | None:
         """The step before once more, which is most steps: it only decoded, and no request waits or leaves."""
-        if self.waiting or (before := lane.repeatable()) is None:
+        if self.waiting or self._cache.has_passed or (before := lane.repeatable()) is None:
             return None
         lane.num_repeats -= 1
         for entry in before.decoding:
@@ -158,15 +164,16 @@ class Scheduler(Generic[S]):
         grown, away = ({}, {}) if self.forecast is None else self._grow(lane)
         preempted |= away
         decoding, chunks, join_reason, fresh = self._chosen(lane, may_admit=not away)
-        is_idle = not (retired or preempted or grown or decoding or chunks or fresh)
+        copies = self._cache.take_copies()
+        is_idle = not (retired or preempted or grown or decoding or chunks or fresh or copies)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
-        number, block_size = self._num_plans + 1, self.limits.block_size
         chunks |= {entry.id: 1 if entry.request.encoder_ids else num_tokens for entry, num_tokens in fresh}
         concerned = {entry.id: entry for entry in decoding}
         concerned |= {id: self.running[id] for id in (*chunks, *grown)}
         filled = self._schedule(decoding, chunks)
-        kept = self._keep_states(decoding, chunks, filled) if self._cache.checkpoints is not None else {}
-        # Behind all that is given away in this step, which overwrites it.
+        kept = self._keep_states(decoding, chunks, filled) if isinstance(self._cache.checkpoints, States) else {}
+        number, block_size = self._num_plans + 1, self.limits.block_size
+        # Behind all that takes blocks, whose content is to be saved before it is written over.
         saves = self._cache.take_saves(number, prefill_tokens, block_size, is_idle=is_idle)
         if is_idle and not saves:
             return None
@@ -191,9 +198,10 @@ class Scheduler(Generic[S]):
             grown=grown,
             loaded=self._cache.take_loads() if self._cache.checkpoints is not None else {},
             kept=kept,
+            copies=copies,
         )
         lane.planned(plan)
-        if self._cache.checkpoints is not None:  # a step that keeps states is no repetition
+        if isinstance(self._cache.checkpoints, States):  # a step that keeps states is no repetition
             borders = [entry.steps_to_border - 1 for entry in decoding if entry.border]
             lane.num_repeats = min([lane.num_repeats, *borders])
         if self.forecast is not None:
@@ -258,6 +266,8 @@ class Scheduler(Generic[S]):
         self._lanes.answered(plan)
         if plan.filled or plan.saves or plan.restores:
             self._cache.computed(plan.filled, plan.saves, plan.restores)
+        if plan.copies:
+            self._cache.copied(plan.copies)
 
     def timed(self, plan: StepPlan[S], seconds: float) -> None:
         """Learn how long the step took, from when it could begin to its reply."""
@@ -270,6 +280,7 @@ class Scheduler(Generic[S]):
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
         self._lanes.answered(plan)
         self._cache.failed(plan.filled, plan.saves, plan.restores)
+        self._cache.lose(plan.concerned, plan.copies)
         lost = [entry for id, entry in plan.concerned.items() if entry.id == id]
         for entry in lost:
             if entry.id in self.running:
@@ -352,6 +363,7 @@ class Scheduler(Generic[S]):
         """Take out the sequences that have ended, that end with the steps under way, or that were cancelled."""
         leaving = [entry for entry in running if entry.is_leaving]
         for entry in leaving:
+            self._keep_end(entry)
             self._release(entry)
         return leaving
 
@@ -375,10 +387,19 @@ class Scheduler(Generic[S]):
     def _send_away(self, entry: S) -> int:
         """Take a sequence out of the batch before its end; returns the id that it had."""
         id = entry.id
+        self._keep_end(entry)
         self._release(entry)
         entry.id = self.new_id()
         entry.num_preempted += 1
         return id
+
+    def _keep_end(self, entry: S) -> None:
+        """Have the windows at the end of a sequence that leaves kept, as far as it is known what they are of."""
+        windows, block_size = self._cache.checkpoints, self.limits.block_size
+        if isinstance(windows, Windows) and entry.keys is not None:
+            depth = min(len(entry.keys.keys), entry.num_computed // block_size)
+            if windows.is_whole(depth, entry.num_computed, block_size):
+                self._cache.pass_depth(entry, depth)
 
     def _has_room(self, entry: S, leaving: Sequence[S] = ()) -> bool:
         """Whether a waiting request fits into the batch once `leaving` have left it."""
@@ -569,7 +590,7 @@ class Scheduler(Generic[S]):
         take_from(self.waiting, admitted)
         # All found blocks are held before any is allocated: else one that a later request shares could be given away.
         for one in found[: len(admitted)]:
-            self._cache.pool.hold([*one.blocks, *one.state_blocks])
+            self._cache.pool.hold(one.held)
         for entry, one in zip(admitted, found, strict=False):
             self._reserve(lane, entry, one)
         return list(zip(admitted, chunks, strict=True))
@@ -597,9 +618,10 @@ class Scheduler(Generic[S]):
 
     def _size_of(self, entry: S, found: Found) -> RequestSize:
         """What a request needs that has so much computed already."""
-        cached, passing = found.num_blocks * self.limits.block_size, len(found.state_blocks) + len(found.state_keys)
-        size = entry.request.size(cached, entry.num_known, self._first_grant(entry))
-        return replace(size, most_at_once=entry.border, passing=passing) if entry.border else size
+        size = entry.request.size(found.num_blocks * self.limits.block_size, entry.num_known, self._first_grant(entry))
+        if not entry.most_at_once:
+            return size
+        return replace(size, most_at_once=entry.most_at_once, passing=len(found.needed))
 
     def _reserve(self, lane: Lane[S], entry: S, found: Found) -> None:
         entry.granted = self._first_grant(entry)
@@ -643,4 +665,16 @@ class Scheduler(Generic[S]):
             if not entry.num_prompt_left:
                 entry.num_scheduled += len(entry.forced) + 1  # the last chunk yields a token
             filled += self._cache.announced(entry, first, entry.num_prompt_scheduled // block_size)
+            if isinstance(self._cache.checkpoints, Windows):
+                self._pass_places(entry, self._cache.checkpoints, num_tokens)
         return filled
+
+    def _pass_places(self, entry: S, windows: Windows, num_tokens: int) -> None:
+        """Have the windows kept at the places that a chunk of so many tokens brings a prompt to."""
+        if entry.keys is None:
+            return
+        last, block_size = entry.num_prompt_scheduled, self.limits.block_size
+        known = last + entry.num_prompt_left
+        for depth in windows.passed(last - num_tokens, last, known, block_size):
+            if depth <= len(entry.keys.keys):
+                self._cache.pass_depth(entry, depth)

@@ -116,9 +116,13 @@ class KvCache:
     max_total_tokens: int = UINT32_MAX  # longest sequence that there is room for
     step_seconds: float = 0.0  # what any step with a prompt takes; 0 if that is not known
     token_seconds: float = 0.0  # and what each of its tokens adds
-    num_states: int = 0  # sequences whose recurrent layers have room for a state; 0: no layer has one
-    state_bytes: int = 0  # of these states
-    checkpoint_blocks: int = 0  # that hold the states of one sequence; 0: they cannot be kept
+    num_states: int = 0  # sequences that states or rings have room for; 0: no layer has either
+    state_bytes: int = 0  # of these
+    # That hold the states of one sequence, or one block of tokens of windowed layers; 0: they cannot be kept.
+    checkpoint_blocks: int = 0
+    window_blocks: int = 0  # blocks of tokens that windowed layers with rings see; 0: no layer has a ring
+    most_at_once: int = 0  # tokens of one sequence in a step at most; 0: any number
+    bytes_per_token: int = 0  # on one rank, of layers that keep all tokens
 
     def room(self, useful_tokens: int) -> Room:
         """What limits are derived from. useful_tokens: that the largest load could fill."""
@@ -254,6 +258,9 @@ class ShardedClient:
             num_states=min((reply.num_states for reply in replies if reply.state_bytes), default=0),
             state_bytes=max(reply.state_bytes for reply in replies),
             checkpoint_blocks=_checkpoint_blocks(replies),
+            window_blocks=replies[0].window_blocks,
+            most_at_once=replies[0].most_at_once,
+            bytes_per_token=replies[0].kv_bytes_per_token,
         )
 
     async def open_tiers(self, session: int) -> TierContents:
@@ -341,7 +348,7 @@ class ShardedClient:
 
 
 def _checkpoint_blocks(replies: Sequence[Any]) -> int:
-    """Blocks that hold the states of one sequence on every rank that has any; 0: somewhere they cannot be kept."""
+    """Blocks that hold states or parts of rings on every rank that has any; 0: somewhere they cannot be kept."""
     counts = [reply.checkpoint_blocks for reply in replies if reply.state_bytes]
     return max(counts) if counts and all(counts) else 0
 

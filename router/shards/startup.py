@@ -71,6 +71,8 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         pads_chunks=cache.pads_chunks,
         num_states=cache.num_states,
         checkpoint_blocks=cache.checkpoint_blocks,
+        window_blocks=cache.window_blocks,
+        most_at_once=cache.most_at_once,
     )
     return Started(model, cache, limits)
 
@@ -89,12 +91,12 @@ def table(config: RouterConfig, started: Started, address: str, more_facts: Iter
         ("threads", f"{model.threads} per shard", model.threads_reason),
         ("backend", model.backend, model.backend_reason),
         ("KV cache", f"{cache.max_batch_total_tokens} tokens", f"{_size(cache.kv_bytes)} per shard"),
-        ("KV cache dtype", model.kv_cache_dtype, f"{model.kv_bytes_per_token} bytes for each token and shard"),
-        *(
-            [("states", f"{cache.num_states} sequences", f"{_size(cache.state_bytes)} per shard")]
-            if cache.num_states
-            else []
+        (
+            "KV cache dtype",
+            model.kv_cache_dtype,
+            f"{cache.bytes_per_token or model.kv_bytes_per_token} bytes for each token and shard",
         ),
+        *_states(cache),
         ("KV blocks", str(cache.num_blocks), cache.offloaded or f"{cache.block_size} tokens each"),
         ("decode graphs", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
         *([("products", f"{len(cache.products)} measured", "all are in /info")] if cache.products else []),
@@ -107,6 +109,18 @@ def table(config: RouterConfig, started: Started, address: str, more_facts: Iter
     shown = [name for name in TABLE_LIMITS if name not in _left_open(limits)]
     settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in shown]
     return _align([*facts, *settings, ("address", address, "")])
+
+
+def _states(cache: KvCache) -> list[tuple[str, str, str]]:
+    """What sequences take beside their tokens."""
+    if not cache.num_states:
+        return []
+    size = f"{_size(cache.state_bytes)} per shard"
+    if not cache.window_blocks:
+        return [("states", f"{cache.num_states} sequences", size)]
+    reach = cache.window_blocks * cache.block_size
+    rings = f"{size}; windowed layers keep what {reach} tokens see, and {cache.most_at_once} that a step adds"
+    return [("rings", f"{cache.num_states} sequences", rings)]
 
 
 def has_tiers(started: Started) -> bool:
@@ -136,6 +150,8 @@ def _largest_step(cache: KvCache) -> str:
 
 def _why_no_prefixes(config: RouterConfig, started: Started) -> str:
     limits = started.limits
+    if limits.prefix_caching and limits.window_blocks:
+        return f"windows kept at ends and every {limits.checkpoint_tokens} tokens"
     if limits.prefix_caching and limits.checkpoint_tokens:
         return f"states kept every {limits.checkpoint_tokens} tokens, in {limits.checkpoint_blocks} blocks each"
     if limits.prefix_caching:

@@ -131,9 +131,14 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
         request.grown_ids.append(id)
         request.grown_counts.append(len(blocks))
         request.grown_blocks.extend(blocks)
-    for id, blocks in plan.loaded.items():
-        request.loaded_ids.append(id)
-        request.loaded_blocks.extend(blocks)
+    for id, loaded in plan.loaded.items():
+        request.loaded_ids.extend([id] * max(1, len(loaded.places)))
+        request.loaded_places.extend(loaded.places)
+        request.loaded_blocks.extend(loaded.blocks)
+    for copy in plan.copies:
+        request.copied_ids.append(copy.sequence)
+        request.copied_places.append(copy.place)
+        request.copied_blocks.extend(copy.blocks)
     for id, blocks in plan.kept.items():
         request.kept_ids.append(id)
         request.kept_blocks.extend(blocks)

@@ -74,6 +74,7 @@ class StepMeta:
     owners: Tensor | None  # [T] sequence of each token; None where all decode: token s is that of sequence s
     block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
     rows: Tensor | None = None  # [S] where recurrent layers keep each sequence's state; 0: nobody's
+    ring_tables: Tensor | None = None  # [S, longest] as `block_tables`, in windowed layers' rings; None: there are none
 
     @cached_property
     def slots(self) -> Tensor:

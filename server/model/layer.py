@@ -36,6 +36,11 @@ class LayerStep:
     cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
     query_scales: Mapping[QueryScale, Tensor] = field(default_factory=dict)  # [T, 1, 1] each
     per_layer: Tensor | None = None  # [T, layers, d] what this stage's layers and later ones are given beside the rest
+    ring: StepMeta | None = None  # where windowed layers have the same tokens; None: where the others have them
+
+    def of(self, layer: LayerSpec) -> StepMeta:
+        """Where a layer has the step's tokens."""
+        return self.ring if layer.window and self.ring is not None else self.meta
 
 
 class Mixer(Protocol):
@@ -86,7 +91,8 @@ class AttentionBlock:
             heads = heads.clamp(-self.spec.qkv_clip, self.spec.qkv_clip)
         if self.layer.query_scale is not None:
             heads[:, : -2 * kv_heads] *= step.query_scales[self.layer.query_scale]
-        attended = self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
+        meta = step.of(self.layer)
+        attended = self.attention.self_attend(heads, kv, rotation, meta, self.layer.window).flatten(1)
         if self.gate is not None:
             attended = attended * self.gate(x).sigmoid()
         return attended if self.spec.attended_scale == 1.0 else attended * self.spec.attended_scale
@@ -123,7 +129,8 @@ class QueryBlock:
         if self.q_norm is not None:
             q = self.q_norm(q)
         rotation = step.rotations[self.layer.position] if isinstance(self.layer.position, Rope) else None
-        return self.attention.attend_rotated(q, kv, rotation, step.meta, self.layer.window).flatten(1)
+        meta = step.of(self.layer)
+        return self.attention.attend_rotated(q, kv, rotation, meta, self.layer.window).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,13 @@ MOST_BLOCKS = 1 << 26  # more are never asked for
 class OffloadedKv:
     """See `KvPlacement`. share: of the blocks on the device; places: where the others go, the last all that is left.
 
+    Windowed layers keep all blocks, of which those in front of the window stay in their places.
+
     windows: of each layer of the decoder, 0 for none; encoder_layers: 0 where there is no encoder; stage_bytes: of an
     area, where one sequence does not need more.
     """
+
+    has_rings = False
 
     def __init__(
         self,

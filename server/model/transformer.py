@@ -17,7 +17,7 @@ elements that a token's key or value takes in the cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from server.arch.footprint import least_step_bytes
 from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, QueryScale, Rope
 from server.arch.stages import Stage
+from server.arch.windows import largest_window
 from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.layers.embedding import Embedding, Head, vocab_share
 from server.layers.per_layer import PerLayerEmbedding
@@ -81,7 +82,8 @@ class Stack:
         x, per_layer = (self._embed(token_ids, meta), None) if hidden is None else self._taken_apart(hidden)
         if self.per_layer is not None:
             per_layer = self.per_layer(token_ids, x)
-        return Stream(x), LayerStep(meta, self._rotations(meta), cross, self._query_scales(meta), per_layer)
+        ring = None if meta.ring_tables is None else replace(meta, block_tables=meta.ring_tables)
+        return Stream(x), LayerStep(meta, self._rotations(meta), cross, self._query_scales(meta), per_layer, ring)
 
     def _taken_apart(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, D], and the inputs [T, layers, dim] of this stage's layers and of later ones."""
@@ -231,6 +233,8 @@ def kv_shape(spec: ArchSpec, stage: Stage, shard: Shard, dtype: torch.dtype, cac
         states=tuple(states),
         attending=tuple(layer.attends for layer in layers),
         sources=tuple(i - layer.kv_from for i, layer in enumerate(layers)) if is_shared else (),
+        window=largest_window(spec),
+        windows=tuple(layer.window for layer in layers if spec.cached(layer)),
     )
 
 

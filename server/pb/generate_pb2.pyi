@@ -75,7 +75,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., max_top_n_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., may_be_shorter: _Optional[bool] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks", "kv_offloaded", "products", "clocks", "max_total_tokens", "step_seconds", "token_seconds", "num_states", "state_bytes", "checkpoint_blocks")
+    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks", "kv_offloaded", "products", "clocks", "max_total_tokens", "step_seconds", "token_seconds", "num_states", "state_bytes", "checkpoint_blocks", "window_blocks", "most_at_once", "kv_bytes_per_token")
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,9 @@ class WarmupReply(_message.Message):
     NUM_STATES_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOST_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     max_batch_total_tokens: int
     block_size: int
     num_blocks: int
@@ -112,7 +115,10 @@ class WarmupReply(_message.Message):
     num_states: int
     state_bytes: int
     checkpoint_blocks: int
-    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ..., kv_offloaded: _Optional[str] = ..., products: _Optional[_Iterable[str]] = ..., clocks: _Optional[str] = ..., max_total_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., num_states: _Optional[int] = ..., state_bytes: _Optional[int] = ..., checkpoint_blocks: _Optional[int] = ...) -> None: ...
+    window_blocks: int
+    most_at_once: int
+    kv_bytes_per_token: int
+    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ..., kv_offloaded: _Optional[str] = ..., products: _Optional[_Iterable[str]] = ..., clocks: _Optional[str] = ..., max_total_tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., token_seconds: _Optional[float] = ..., num_states: _Optional[int] = ..., state_bytes: _Optional[int] = ..., checkpoint_blocks: _Optional[int] = ..., window_blocks: _Optional[int] = ..., most_at_once: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class OpenTiersRequest(_message.Message):
     __slots__ = ("session",)
@@ -331,7 +337,7 @@ class TokenMask(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks")
+    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks", "copied_ids", "copied_places", "copied_blocks", "loaded_places")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +361,10 @@ class StepRequest(_message.Message):
     LOADED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KEPT_IDS_FIELD_NUMBER: _ClassVar[int]
     KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_IDS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_PLACES_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_PLACES_FIELD_NUMBER: _ClassVar[int]
     step: int
     retire: _containers.RepeatedScalarFieldContainer[int]
     add: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -378,7 +388,11 @@ class StepRequest(_message.Message):
     loaded_blocks: _containers.RepeatedScalarFieldContainer[int]
     kept_ids: _containers.RepeatedScalarFieldContainer[int]
     kept_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    copied_ids: _containers.RepeatedScalarFieldContainer[int]
+    copied_places: _containers.RepeatedScalarFieldContainer[int]
+    copied_blocks: _containers.RepeatedScalarFieldContainer[int]
+    loaded_places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer")

@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from server.arch.windows import Ring
 from server.backends.device import Device
 from server.backends.protocol import StepMeta
 from server.blocks import num_blocks
@@ -110,12 +111,17 @@ class Tables:
 
     last_tokens: Tensor  # [rows]
     entries: Tensor  # [rows, BLOCKS + W]
+    rings: Tensor | None  # [rows, W] blocks of windowed layers' rings, which repeat; None: there are none
 
     @classmethod
-    def empty(cls, rows: int, width: int, device: torch.device) -> Tables:
+    def empty(cls, rows: int, width: int, device: torch.device, ring: Ring | None = None) -> Tables:
         """For sequences of at most `width` blocks."""
         last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        return cls(last_tokens, torch.zeros(rows, BLOCKS + width, dtype=torch.int64, device=device))
+        entries = torch.zeros(rows, BLOCKS + width, dtype=torch.int64, device=device)
+        if ring is None:
+            return cls(last_tokens, entries, None)
+        firsts = (torch.arange(rows, device=device) - 1).clamp(min=0) * ring.num_blocks
+        return cls(last_tokens, entries, firsts.unsqueeze(1) + torch.arange(width, device=device) % ring.num_blocks)
 
     @property
     def width(self) -> int:
@@ -166,6 +172,7 @@ class Tables:
             owners=None,
             block_tables=entries[:, BLOCKS:],
             rows=rows,
+            ring_tables=self._rings_of(rows, self.width),
         )
         cross = None
         if has_encoder:
@@ -216,8 +223,13 @@ class Tables:
             owners=owners,
             block_tables=entries[:, BLOCKS : BLOCKS + layout.blocks],
             rows=rows,
+            ring_tables=self._rings_of(rows, layout.blocks),
         )
         return torch.cat([self.last_tokens.index_select(0, rows[: layout.num_decodes]), token_ids]), meta
+
+    def _rings_of(self, rows: Tensor, blocks: int) -> Tensor | None:
+        """The tables [S, blocks] of windowed layers for the sequences in `rows` [S]."""
+        return None if self.rings is None else self.rings[:, :blocks].index_select(0, rows)
 
     def _encoding(self, sequences: list[SequenceState], device: Device) -> Encoding:
         """The prompts of `sequences`, each token seeing all of its prompt."""

@@ -1,7 +1,8 @@
 """Paged KV cache (Kwon et al. 2023, arXiv 2309.06180): its tensors, the sums that size them, and where blocks are.
 
 A recurrent layer keeps no tokens but one state of a fixed size for each sequence, in the row that the sequence has in
-the device's tables. Steps find states by those rows, as they find blocks.
+the device's tables. Steps find states by those rows, as they find blocks. So it is with a windowed layer's ring of
+blocks (`server/arch/windows.py`), where there is one.
 
 The router hands out blocks and knows nothing of tensors; the tensors know nothing of sequences. All blocks are on the
 device unless a model was loaded otherwise (`server/model/offloaded_kv.py`).
@@ -22,6 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from server.arch.windows import Ring
 from server.backends.device import Device, HostCopies
 from server.backends.protocol import Attention, Backend
 from server.blocks import BLOCK_SIZE, num_blocks
@@ -48,12 +50,15 @@ class KVShape:
     states: tuple[int, ...] = ()  # numbers of a sequence's state in every layer; empty: all attend, and none has one
     sources: tuple[int, ...] = ()  # whose keys and values, or state, every layer uses; empty: each has its own
     attending: tuple[bool, ...] = ()  # which layers have blocks; empty: all
+    window: int = 0  # the largest of the whole model, where its layers may have rings; 0: they may not
+    windows: tuple[int, ...] = ()  # of each layer that keeps keys and values, 0 where it sees all; empty: all see all
+    ring: Ring | None = None  # of each windowed layer and sequence; None: such layers have blocks as the others do
 
     @property
     def layers(self) -> Sequence[KVShape]:
         """The same of each layer alone."""
         sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
-        one = replace(self, num_layers=1, sizes=(), states=(), sources=(), attending=())
+        one = replace(self, num_layers=1, sizes=(), states=(), sources=(), attending=(), windows=(), ring=None)
         return [replace(one, num_kv_heads=kv_heads, head_dim=head_dim) for kv_heads, head_dim in sizes]
 
     @property
@@ -62,19 +67,39 @@ class KVShape:
         return bool(sum(self.states)) and not self.num_layers
 
     @property
+    def paged(self) -> Sequence[KVShape]:
+        """Those of the layers without rings. Where all have one, blocks hold copies from rings alone, of one's size."""
+        if self.ring is None:
+            return self.layers
+        layers = [layer for layer, window in zip(self.layers, self.windows, strict=True) if not window]
+        return layers or self.layers[:1]
+
+    @property
+    def ringed(self) -> Sequence[KVShape]:
+        """Those of the layers with rings."""
+        windows = self.windows if self.ring is not None else ()
+        return [layer for layer, window in zip(self.layers, windows, strict=False) if window]
+
+    @property
     def bytes_per_token(self) -> int:
-        """Key and value, all layers. Where no layer attends, a token's share of what a block has for kept states."""
+        """Key and value, all layers without rings. Where no layer attends, a token's share of what a block has for
+        kept states."""
         if self.holds_states_alone:
             return STATE_DTYPE.itemsize * -(-sum(self.states) // (BLOCKS_OF_STATE * BLOCK_SIZE))
-        if self.sizes:
-            return sum(layer.bytes_per_token for layer in self.layers)
+        if self.sizes or self.ring is not None:
+            return sum(layer.bytes_per_token for layer in self.paged)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
         return self.rows * self.num_layers * self.num_kv_heads * row_bytes
 
     @property
     def bytes_per_sequence(self) -> int:
-        """The states of recurrent layers."""
-        return STATE_DTYPE.itemsize * sum(self.states)
+        """The states of recurrent layers, the rings of windowed ones."""
+        blocks = 0 if self.ring is None else self.ring.num_blocks
+        return STATE_DTYPE.itemsize * sum(self.states) + blocks * sum(layer.bytes_per_block for layer in self.ringed)
+
+    def bytes_of_sequences(self, count: int) -> int:
+        """The same of so many sequences at once; one state more is nobody's."""
+        return (count + any(self.states)) * self.bytes_per_sequence
 
     @property
     def bytes_per_block(self) -> int:
@@ -129,7 +154,13 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     if shape.holds_states_alone:
         return [device.empty_kv((blocks, shape.bytes_per_block), torch.uint8)]
     stored = shape.format.stored(shape.dtype)
-    return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.layers]
+    return [device.empty_kv(layer.size_of(blocks), stored) for layer in shape.paged]
+
+
+def allocate_rings(shape: KVShape, sequences: int, device: Device) -> list[Tensor]:
+    """One tensor as those of `allocate` for each layer with rings: row r of the tables has the r-th, from 1 on."""
+    blocks = 0 if shape.ring is None else sequences * shape.ring.num_blocks
+    return [device.empty_kv(layer.size_of(blocks), layer.format.stored(layer.dtype)) for layer in shape.ringed]
 
 
 class KvAndState(NamedTuple):
@@ -142,24 +173,29 @@ class KvAndState(NamedTuple):
 Kept = Tensor | KvAndState  # what a layer keeps of all sequences
 
 
-def beside_states(shape: KVShape, kv: Sequence[Tensor], rows: int, device: Device) -> list[Kept]:
-    """What each layer of a stage keeps of all sequences, in order: those that attend `kv`, those that recur
-    states, and those that do both, both.
+def beside_states(
+    shape: KVShape, kv: Sequence[Tensor], rings: Sequence[Tensor], rows: int, device: Device
+) -> list[Kept]:
+    """What each layer of a stage keeps of all sequences, in order: `kv` or `rings` where it attends, states where it
+    recurs, and both where it does both.
 
     A layer's states are [rows, numbers] float32, of which row 0 is no sequence's; a layer that keeps nothing has 0 of
     them.
     """
     if not shape.attending:
         return list(kv)
-    attending = iter(kv)
+    paged, ringed, windows = iter(kv), iter(rings), iter(shape.windows)
     kept: list[Kept] = []
     for layer, (numbers, attends) in enumerate(zip(shape.states, shape.attending, strict=True)):
         if shape.sources and shape.sources[layer] != layer:
             kept.append(kept[shape.sources[layer]])
             continue
         state = torch.zeros(rows, numbers, dtype=STATE_DTYPE, device=device.torch_device)
-        blocks = next(attending) if attends else None
-        kept.append(state if blocks is None else KvAndState(blocks, state) if numbers else blocks)
+        if not attends:
+            kept.append(state)
+            continue
+        blocks = next(ringed if next(windows) and shape.ring is not None else paged)
+        kept.append(KvAndState(blocks, state) if numbers else blocks)
     return kept
 
 
@@ -167,6 +203,7 @@ class KvPlacement(Protocol):
     """Keeps the KV blocks of one model on one rank."""
 
     where: str  # what holds the blocks, for sentences
+    has_rings: bool  # whether windowed layers may have rings beside them
 
     @property
     def device_bytes(self) -> int:
@@ -203,6 +240,7 @@ class KvOnDevice:
     """See `KvPlacement`."""
 
     where = "free memory"
+    has_rings = True
     offloaded = ""
     moved_bytes = 0
 

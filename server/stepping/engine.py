@@ -27,13 +27,22 @@ from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.batch import Carried, Forward, StepInput, Tables
-from server.stepping.cache import HostSlots, Kept, KvAndState, KvPlacement, KVShape, Session, beside_states
-from server.stepping.checkpoints import Checkpoints
+from server.stepping.cache import (
+    HostSlots,
+    Kept,
+    KvAndState,
+    KvPlacement,
+    KVShape,
+    Session,
+    allocate_rings,
+    beside_states,
+)
+from server.stepping.checkpoints import Checkpoints, RingCopies
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
 from server.stepping.sampling import Chosen, Watermark, choose_captured
-from server.stepping.sequences import SequenceState, SequenceTable, StepError, StepRuns
+from server.stepping.sequences import NOTHING, SequenceState, SequenceTable, StepError, StepRuns
 from server.stepping.vocabulary import Vocabulary
 
 # Sequences that there is always room for, and as many are expected where it is not known how many there can be.
@@ -81,6 +90,7 @@ class Engine:
         self._agreed: AgreedCapture | None = None
         self.slots: HostSlots | None = None  # the host's tier of the prefix cache
         self._checkpoints: Checkpoints | None = None  # what keeps states in blocks, where layers have states
+        self._ring_copies: RingCopies | None = None  # what keeps parts of rings in blocks, where layers have rings
         self.times: Times | None = None  # what streaming has cost, where weights stream
 
     def allocate(self, tokens: int, total_tokens: int, sequences: int = 0) -> None:
@@ -101,14 +111,18 @@ class Engine:
             self.has_encoder,
             longest=longest,
             most=max(sequences, 0 if self.kv_shape.bytes_per_sequence and sequences else LEAST_SEQUENCES),
+            most_at_once=NOTHING if (ring := self.kv_shape.ring) is None else ring.most_at_once,
         )
-        rows = self._sequences.num_rows
-        self._caches = beside_states(self.kv_shape, self._kv_caches, rows, self.device)
-        if self.kv_shape.bytes_per_sequence and not self.kv_placement.offloaded:
-            kept = zip(self._caches, self.kv_shape.states, strict=True)
+        rows, shape = self._sequences.num_rows, self.kv_shape
+        rings = allocate_rings(shape, rows - 1, self.device)
+        self._caches = beside_states(shape, self._kv_caches, rings, rows, self.device)
+        if shape.ring is not None:
+            self._ring_copies = RingCopies(self._parts_of(rings, shape.ringed), self._block_parts())
+        elif shape.bytes_per_sequence and not self.kv_placement.offloaded:
+            kept = zip(self._caches, shape.states, strict=True)
             states = [cache.state if isinstance(cache, KvAndState) else cache for cache, size in kept if size]
             self._checkpoints = Checkpoints(states, self._block_parts())
-        tables = Tables.empty(rows, self._sequences.longest, self.device.torch_device)
+        tables = Tables.empty(rows, self._sequences.longest, self.device.torch_device, shape.ring)
         self._tables = tables
         if self.why_not_captured is None:
             self._graphs = self._make_graphs(tables, most=sequences or LEAST_SEQUENCES)
@@ -124,7 +138,7 @@ class Engine:
             capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
         )
         # A recurrence in stock operators asks the host where prompts end.
-        is_plain = not self.has_encoder and stage.count == 1 and not self.kv_shape.bytes_per_sequence
+        is_plain = not self.has_encoder and stage.count == 1 and not any(self.kv_shape.states)
         return Graphs(
             decodes, None if not is_plain else MixedGraphs(capture, self._hidden, self.device, tables, most=most)
         )
@@ -134,7 +148,7 @@ class Engine:
         if self.slots is not None:
             self.slots.close()
         has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
-        self._caches, self._kv_caches, self._checkpoints = [], [], None
+        self._caches, self._kv_caches, self._checkpoints, self._ring_copies = [], [], None, None
         self._graphs, self._agreed, self._tables, self.slots = None, None, None, None
         self.kv_placement.release()
         if has_cycles:
@@ -153,14 +167,21 @@ class Engine:
         """Views of the KV cache [B, n], row b of each being of block b."""
         if self.kv_shape.holds_states_alone:
             return self._kv_caches
-        layers = zip(self._kv_caches, self.kv_shape.layers, strict=True)
+        return self._parts_of(self._kv_caches, self.kv_shape.paged)
+
+    def _parts_of(self, caches: Sequence[Tensor], shapes: Sequence[KVShape]) -> list[Tensor]:
+        layers = zip(caches, shapes, strict=True)
         parts = [self.backend.block_parts(kv, layer.format, layer.head_dim) for kv, layer in layers]
         return [part for of_layer in parts for part in of_layer]
 
     @property
     def checkpoint_blocks(self) -> int:
-        """Blocks that hold the states of one sequence; 0: they cannot be kept there, or there are none."""
-        return 0 if self._checkpoints is None else self._checkpoints.num_blocks
+        """Blocks that hold the states of one sequence, or one block of tokens from its rings.
+
+        0: they cannot be kept there, or there are none.
+        """
+        kept = self._checkpoints or self._ring_copies
+        return 0 if kept is None else kept.num_blocks
 
     @property
     def num_blocks(self) -> int:
@@ -193,14 +214,16 @@ class Engine:
         assert self._sequences is not None and self._tables is not None, "the router warms up before it steps"
         started = Clock(self.device)
         try:
+            copied = self._ring_blocks(request.copied_ids, request.copied_places, request.copied_blocks)
             plan = self._sequences.apply(request)
             if plan.added:
                 self._tables.add(plan.added, self.device)
             if plan.grown:
                 self._tables.grow(plan.grown, self.device)
             moves = self._move_blocks(request)
-            for row, blocks in self._states(request.loaded_ids, request.loaded_blocks):
-                self._kept_states.load(row, self.device.upload(blocks))
+            if copied is not None:
+                self._rings.keep(copied[:, 0], copied[:, 1:])
+            self._load(request)
             if plan.computes:
                 launched = self._run(plan, self._tables, started)
                 for row, blocks in self._states(request.kept_ids, request.kept_blocks):
@@ -214,9 +237,34 @@ class Engine:
     def _states(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
         """The rows of these sequences, and the blocks of their states; none where other stages alone have states."""
         assert self._sequences is not None, "there are rows"
-        if self.neighbours.stage.count > 1 and not self.kv_shape.bytes_per_sequence:
+        if self.neighbours.stage.count > 1 and not any(self.kv_shape.states):
             return ()
         return self._sequences.rows_and_blocks(ids, blocks)
+
+    def _load(self, request: pb.StepRequest) -> None:
+        """Give new sequences the states, or the blocks in their rings, that they go on from."""
+        if request.loaded_places:
+            loaded = self._ring_blocks(request.loaded_ids, request.loaded_places, request.loaded_blocks)
+            if loaded is not None:
+                self._rings.load(loaded[:, 0], loaded[:, 1:])
+            return
+        for row, blocks in self._states(request.loaded_ids, request.loaded_blocks):
+            self._kept_states.load(row, self.device.upload(blocks))
+
+    def _ring_blocks(self, ids: Sequence[int], places: Sequence[int], blocks: Sequence[int]) -> Tensor | None:
+        """On the device, for each of these blocks of tokens: its place among all rings, then its KV blocks."""
+        if not ids:
+            return None
+        if self.kv_shape.ring is None:
+            raise StepError("the step copies from rings or to them, but this shard has none")
+        assert self._sequences is not None
+        found = self._sequences.ring_blocks(ids, places, blocks, self.kv_shape.ring)
+        return self.device.upload(found) if found else None
+
+    @property
+    def _rings(self) -> RingCopies:
+        assert self._ring_copies is not None, "they are allocated with the rings"
+        return self._ring_copies
 
     @property
     def _kept_states(self) -> Checkpoints:

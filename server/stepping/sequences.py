@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from server.arch.windows import Ring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
@@ -119,6 +120,7 @@ class SequenceTable:
     has_encoder: bool
     longest: int  # blocks of the longest sequence
     most: int  # sequences at once
+    most_at_once: int = NOTHING  # tokens of one in a step, so that they fit a ring
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -162,6 +164,22 @@ class SequenceTable:
         for place, id in enumerate(ids):
             if id in self.sequences:  # else a failed step dropped it
                 yield self.sequences[id].row, list(blocks[place * each : (place + 1) * each])
+
+    def ring_blocks(
+        self, ids: Sequence[int], places: Sequence[int], blocks: Sequence[int], ring: Ring
+    ) -> list[tuple[int, ...]]:
+        """Where each block of tokens, `places` of these sequences, is among all rings, and its part of `blocks`.
+
+        Raises StepError.
+        """
+        each = len(blocks) // max(1, len(ids))
+        if max(blocks, default=0) >= self.num_blocks or len(blocks) != each * len(ids) or len(places) != len(ids):
+            raise StepError(f"sequences {sorted(set(ids))} need as many blocks for each place, below {self.num_blocks}")
+        return [
+            ((self.sequences[id].row - 1) * ring.num_blocks + ring.place(place), *blocks[n * each : (n + 1) * each])
+            for n, (id, place) in enumerate(zip(ids, places, strict=True))
+            if id in self.sequences  # else a failed step dropped it
+        ]
 
     def drop(self, request: pb.StepRequest) -> None:
         """Forget every sequence that a failed step touched."""
@@ -211,6 +229,8 @@ class SequenceTable:
         for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
             if id in remaining and not 0 < count <= remaining[id]:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
+            if count > self.most_at_once:
+                raise StepError(f"sequence {id} takes {count} tokens in a step, but its ring {self.most_at_once}")
 
     def _check_new(self, new: pb.NewSequence) -> None:
         if new.id in self.sequences:

@@ -14,16 +14,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from server.arch.footprint import LOGIT_ROWS
+from server.arch.windows import ring_for
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import COLLECTIVE_TIMEOUT
 from server.stepping import cache
+from server.stepping.cache import KVShape
 from server.stepping.engine import LEAST_SEQUENCES, Engine
 
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
@@ -68,7 +70,7 @@ class Warmed:
     products: Sequence[str]  # which way each product is computed that was measured, for people
     clocks: str  # of the device while one sequence decoded, for people; empty: not known
     prompt_times: PromptTimes
-    num_states: int = 0  # sequences that recurrent layers have room for; 0: no layer has a state
+    num_states: int = 0  # sequences that states or rings have room for; 0: no layer has either
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,17 @@ def warm_up(
     host_bytes: of the host's memory for the prefix cache, which the KV cache leaves where it is there too.
     may_be_shorter: whether a KV cache that does not hold total_tokens makes the longest sequence shorter.
     """
-    sequences = _with_states(engine, sequences or LEAST_SEQUENCES, prefill_tokens, fraction)
+    shape = engine.kv_shape
+    if engine.kv_placement.has_rings:
+        shape = replace(shape, ring=ring_for(shape.window, prefill_tokens, total_tokens))
+    sequences = _with_states(engine, shape, sequences or LEAST_SEQUENCES, prefill_tokens, fraction)
     step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens, sequences)
     engine.release()  # the profile run's cache is free again
+    engine.kv_shape = shape  # that run's longest prompt would not have fitted into a ring
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free = max(0, min(free, _beside_a_step(engine, prefill_tokens, fraction)) - host_bytes)
-    shape = engine.kv_shape
-    state_bytes = shape.bytes_per_sequence and (sequences + 1) * shape.bytes_per_sequence
+    state_bytes = shape.bytes_of_sequences(sequences)
     room = partial(_room, engine, free - step_bytes - expected_bytes - state_bytes)
     if may_be_shorter:
         total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
@@ -174,12 +179,13 @@ def warm_up(
     return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times, num_states)
 
 
-def _with_states(engine: Engine, sequences: int, prefill_tokens: int, fraction: float) -> int:
-    """How many sequences there is room for at once: as many as are wanted, or half of the memory holds the states of.
+def _with_states(engine: Engine, shape: KVShape, sequences: int, prefill_tokens: int, fraction: float) -> int:
+    """How many sequences there is room for at once: as many as are wanted, or half of the memory holds the states of,
+    or the rings.
 
     Raises ValueError where it holds none.
     """
-    each = engine.kv_shape.bytes_per_sequence
+    each = shape.bytes_per_sequence
     if not each:
         return sequences
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
@@ -188,8 +194,8 @@ def _with_states(engine: Engine, sequences: int, prefill_tokens: int, fraction: 
     fits = engine.shard.minimum(max(0, free // 2 // each - 1), engine.device.torch_device)
     if not fits:
         raise ValueError(
-            f"a sequence's states take {each} bytes, and half of the free memory, {free // 2} bytes, is too little: "
-            "use more shards or --quantize int8"
+            f"a sequence's states or rings take {each} bytes, and half of the free memory, {free // 2} bytes, is too "
+            "little: use more shards or --quantize int8"
         )
     return min(sequences, fits)
 

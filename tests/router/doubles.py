@@ -32,8 +32,13 @@ from router.text.tokenizer import ModelTokenizer
 from tests.router.fake_shards import FakeShardedClient, allowed_ids, fake_next_token
 
 EOS = 256  # in byte_tokenizer
-# Of a model with states: blocks from one place where they are kept to the next, and blocks that they take; or of none.
-STATES = st.just((0, 0)) | st.tuples(st.integers(1, 3), st.integers(1, 4))
+# Of a model with states: blocks from one place where they are kept to the next, and blocks that they take. Of one with
+# rings also the blocks of tokens that the next one sees, and tokens of a sequence in a step. Or of none.
+STATES = (
+    st.just((0, 0, 0, 0))
+    | st.tuples(st.integers(1, 3), st.integers(1, 4), st.just(0), st.just(0))
+    | st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40))
+)
 NextToken = Callable[[Sequence[int], int, int], int]
 
 
@@ -85,6 +90,17 @@ def make_limits(**overrides: Any) -> Limits:
     return Limits(**values)
 
 
+def with_states(states: tuple[int, int, int, int], block_size: int) -> dict[str, int]:
+    """The limits of a model with what STATES gives."""
+    distance, size, window_blocks, most_at_once = states
+    return {
+        "checkpoint_tokens": distance * block_size,
+        "checkpoint_blocks": size,
+        "window_blocks": window_blocks,
+        "most_at_once": most_at_once,
+    }
+
+
 def fake_shards(limits: Limits, **overrides: Any) -> FakeShardedClient:
     """Shards that check exactly these limits."""
     return FakeShardedClient(
@@ -96,6 +112,8 @@ def fake_shards(limits: Limits, **overrides: Any) -> FakeShardedClient:
             "max_batch_size": limits.max_batch_size,
             "num_lanes": limits.num_lanes,
             "checkpoint_blocks": limits.checkpoint_blocks,
+            "window_blocks": limits.window_blocks,
+            "most_at_once": limits.most_at_once,
             **overrides,
         }
     )

@@ -48,6 +48,7 @@ class _FakeSequence:
     lane: int
     computed: int
     digest: int  # of the tokens computed
+    windows_from: int = 0  # the first block of tokens that was written to its ring
 
 
 def _digests(token_ids: Sequence[int], digest: int = 0) -> Iterator[int]:
@@ -93,6 +94,8 @@ class FakeShardedClient:
     num_lanes: int = 1
     decoder_start: int | None = None  # plays an encoder-decoder when given
     checkpoint_blocks: int = 0  # plays a model with states when given: how many blocks hold those of a sequence
+    window_blocks: int = 0  # with these, one with rings: how many blocks of tokens of it the next token sees
+    most_at_once: int = 0  # tokens of a sequence in a step, which its ring has room for
     step_delay_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -220,6 +223,7 @@ class FakeShardedClient:
 
     def _run(self, request: StepRequest) -> StepReply:
         reply = StepReply(step=request.step)
+        copied = self._copied(request)
         _require(request.lane < self.num_lanes, f"a step of lane {request.lane}, of {self.num_lanes}")
         for id in request.retire:
             _require(id in self._sequences or id in self._gone, f"retire of unknown sequence {id}")
@@ -229,7 +233,11 @@ class FakeShardedClient:
         for extension in request.extend:
             self._extend(extension)
         self._grow(request)
-        self._load(request)
+        for block, content in copied.items():
+            self._states[block] = content
+            for offset in range(self.block_size):
+                self._written.pop((block, offset), None)
+        self._load_windows(request) if self.window_blocks else self._load(request)
         self._check_limits(request)
         self._check_lane(request)
         masks = {id: mask for mask in request.masks for id in mask.ids}
@@ -281,6 +289,43 @@ class FakeShardedClient:
             expected = [(self._sequences[new.id].digest, place) for place in range(len(found))]
             _require(found == expected, f"sequence {new.id} goes on from states never computed")
         _require(loaded.keys() <= {new.id for new in request.add}, "states for a sequence that runs")
+
+    def _copied(self, request: StepRequest) -> dict[int, tuple[int, int]]:
+        """What is copied from rings, by the blocks that it goes to. The ring must still have it."""
+        each, ring = self.checkpoint_blocks, self.window_blocks + blocks_for(self.most_at_once, self.block_size) + 1
+        blocks = list(request.copied_blocks)
+        _require(len(blocks) == len(set(blocks)) == each * len(request.copied_ids), "copied blocks are miscounted")
+        taken = {block for other in self._sequences.values() for block in other.blocks}
+        leaving = {block for id in request.retire if (s := self._sequences.get(id)) for block in s.blocks}
+        _require((taken - leaving).isdisjoint(blocks), "windows are written over what others have")
+        copied: dict[int, tuple[int, int]] = {}
+        for id, place in zip(request.copied_ids, request.copied_places, strict=True):
+            some, blocks = blocks[:each], blocks[each:]
+            _require(id in self._sequences or id in self._gone, f"windows of unknown sequence {id}")
+            if (sequence := self._sequences.get(id)) is None:
+                continue
+            end, last = (place + 1) * self.block_size, blocks_for(sequence.computed, self.block_size)
+            _require(end <= sequence.computed, f"block {place} of sequence {id} is not computed")
+            _require(max(sequence.windows_from, last - ring) <= place, f"block {place} of sequence {id} is gone")
+            digest = [*_digests(sequence.token_ids[:end])][-1]
+            copied |= {block: (digest, part) for part, block in enumerate(some)}
+        return copied
+
+    def _load_windows(self, request: StepRequest) -> None:
+        """A sequence goes on from all that its next token sees."""
+        blocks, each = list(request.loaded_blocks), self.checkpoint_blocks
+        _require(len(blocks) == each * len(request.loaded_ids), "loaded blocks are miscounted")
+        found: dict[int, list[int]] = {new.id: [] for new in request.add}
+        for id, place in zip(request.loaded_ids, request.loaded_places, strict=True):
+            some, blocks = blocks[:each], blocks[each:]
+            digest = [*_digests(self._sequences[id].token_ids[: (place + 1) * self.block_size])][-1]
+            expected = [(digest, part) for part in range(each)]
+            _require([self._states.get(block) for block in some] == expected, f"windows of {id} were never copied")
+            found[id].append(place)
+        for new in request.add:
+            depth = new.computed // self.block_size
+            first = self._sequences[new.id].windows_from = max(0, depth - self.window_blocks)
+            _require(found[new.id] == [*range(first, depth)], f"sequence {new.id} lacks windows")
 
     def _keep(self, id: int, blocks: list[int]) -> None:
         """Write states to blocks that no sequence has."""
@@ -426,6 +471,7 @@ class FakeShardedClient:
         _require(id in self._sequences, f"chunk of unknown sequence {id}")
         sequence = self._sequences[id]
         start, end = sequence.computed, sequence.computed + num_tokens
+        _require(not self.most_at_once or num_tokens <= self.most_at_once, f"chunk of {id} does not fit its ring")
         _require(0 < num_tokens and end <= sequence.prompt_length, f"chunk of {id} reaches {end}, beyond its prompt")
         self._write(sequence, end)
         if sequence.reported_from is not None:

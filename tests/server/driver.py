@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ def load_engine(
     tokens: int = 4096,
     total_tokens: int | None = None,
     warms_up: bool = True,
+    rings: bool = False,
     stage: tuple[int, int] = (0, 1),
     ring: StageConnections | None = None,
 ) -> Engine:
@@ -86,8 +87,9 @@ def load_engine(
     backend: by default the reference on a CPU, or the one of `kernels`; quantise, quantise_head: as `--quantize`
     and `--quantize-head`;
     kv_cache: as `--kv-cache-dtype`; placement, kv_placement: where the layers' weights and KV blocks are kept;
-    total_tokens: of the longest sequence, by default all; warms_up: else there is a KV cache and no more; stage: which
-    of how many pipeline stages; ring: to the others.
+    total_tokens: of the longest sequence, by default all; warms_up: else there is a KV cache and no more; rings:
+    whether windowed layers keep them, where they save memory, so that prefixes go on from copies alone; stage: which of
+    how many pipeline stages; ring: to the others.
     """
     shard = shard or Shard()
     if backend is None:
@@ -121,6 +123,8 @@ def load_engine(
     if isinstance(placement, Streaming):
         why_not = "weights stream"
     engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not, neighbours=neighbours)
+    if not rings:
+        engine.kv_shape = replace(engine.kv_shape, window=0)
     if not warms_up:
         engine.allocate(tokens, total_tokens=total_tokens or tokens)
         return engine

@@ -28,6 +28,7 @@ from tests.router.doubles import (
     running,
     token_ids_of,
     tokens_alone,
+    with_states,
 )
 from tests.router.fake_shards import FakeShardedClient, fake_next_token
 
@@ -267,6 +268,25 @@ async def test_what_has_states_is_computed_from_the_last_place_where_they_were_k
     assert is_clean(at_work)
 
 
+async def test_what_has_rings_is_computed_from_where_windows_were_kept() -> None:
+    async with running(prefix_caching=True, **with_states((2, 2, 1, 32), 16)) as at_work:
+        answer = await token_ids_of(at_work.batcher.submit(request_of(60, 40)))
+        assert [32, 28] == [trace.prefill_tokens for trace in at_work.traces[:2]]
+        cases = (
+            ([*range(1, 61)], 60 - 48),  # the same prompt, of which the end was kept
+            ([*range(1, 41), 9], 41 - 32),  # what begins alike up to a place
+            ([*range(1, 32), 9], 32),  # and up to none
+            ([*range(1, 61), *answer[:30], 5], 91 - 48),  # within an answer there is no place
+            ([*range(1, 61), *answer, 5], 101 - 96),  # at its end there is
+        )
+        for prompt, computed in cases:
+            at_work.traces.clear()
+            request = request_of(prompt, 4)
+            assert tokens_alone(request) == await token_ids_of(at_work.batcher.submit(request))
+            assert computed == sum(trace.prefill_tokens for trace in at_work.traces)
+    assert is_clean(at_work)
+
+
 async def test_what_was_not_computed_is_not_shared() -> None:
     shards = fake_shards(make_limits(), failing_token=40)
     async with running(shards, prefix_caching=True) as at_work:
@@ -418,7 +438,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     prefill_chunk: int | None,
     prefix_caching: bool,
     matching_delays: list[int],
-    states: tuple[int, int],
+    states: tuple[int, int, int, int],
 ) -> None:
     prefill = prefill if decoder_start is None else max(prefill, 60)  # an encoder takes the longest prompt whole
 
@@ -433,8 +453,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             "max_waiting_tokens": max_waiting,
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,
-            "checkpoint_tokens": states[0] * block_size if decoder_start is None else 0,
-            "checkpoint_blocks": states[1] if decoder_start is None else 0,
+            **(with_states(states, block_size) if decoder_start is None else {}),
             "num_lanes": num_lanes,
             "kv_admission": kv_admission,
         }

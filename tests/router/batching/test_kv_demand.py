@@ -31,6 +31,7 @@ from tests.router.doubles import (
     running,
     token_ids_of,
     tokens_alone,
+    with_states,
 )
 from tests.router.scheduling.test_fairness import Asking, ledger_of
 from tests.router.scheduling.test_repeated_plans import LIMITS
@@ -323,15 +324,14 @@ def test_however_little_is_expected_all_end_with_their_own_tokens(
     prefix_caching: bool,
     deaths: frozenset[int],
     decoder_start: int | None,
-    states: tuple[int, int],
+    states: tuple[int, int, int, int],
 ) -> None:
     async def story() -> None:
         limits = {
             **DEMAND,
             "max_total_tokens": 110,
             "max_batch_total_tokens": capacity,
-            "checkpoint_tokens": states[0] * block_size if decoder_start is None else 0,
-            "checkpoint_blocks": states[1] if decoder_start is None else 0,
+            **(with_states(states, block_size) if decoder_start is None else {}),
             "block_size": block_size,
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,

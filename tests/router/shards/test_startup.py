@@ -171,3 +171,32 @@ def test_table_names_limits_and_where_they_came_from() -> None:
 def test_an_inferred_cache_keeps_an_eighth_back_and_one_that_holds_more_takes_the_longest_sequence() -> None:
     assert 875 == Room(1000, 1000).longest(is_inferred=True)
     assert 1000 == Room(1000, 1000).longest(is_inferred=False) == Room(5000, 1000).longest(is_inferred=True)
+
+
+def test_the_table_tells_what_windowed_layers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gpt-oss 20b's shape at 32k tokens."""
+    each = 12 * 41 * 16 * 2_048
+
+    async def warmup(shards: FakeShardedClient, **wanted: Any) -> KvCache:
+        kv = {"kv_bytes": 32768 * 24_576, "bytes_per_token": 24_576, "free_bytes": 10**9}
+        rings = {"num_states": 4, "state_bytes": 4 * each, "checkpoint_blocks": 1, "window_blocks": 8}
+        return KvCache(32768, 16, 2048, **kv, **rings, most_at_once=512)
+
+    monkeypatch.setattr(FakeShardedClient, "warmup", warmup)
+    config = make_config(max_total_tokens=32768)
+    started = asyncio.run(start(config, FakeShardedClient()))
+    limits = started.limits
+    assert (8, 512, 512, 1) == (
+        limits.window_blocks,
+        limits.most_at_once,
+        limits.checkpoint_tokens,
+        limits.checkpoint_blocks,
+    )
+    assert (4, "rings of windowed layers") == (limits.max_batch_size, limits.sources["max_batch_size"])
+    lines = [" ".join(line.split()) for line in table(config, started, "address").splitlines()]
+    assert "KV cache 32768 tokens 805 MB per shard" in lines
+    assert "KV cache dtype float32 24576 bytes for each token and shard" in lines
+    assert any(line.startswith("rings 4 sequences 64.5 MB per shard; windowed layers keep what 128") for line in lines)
+    assert "prefix cache on windows kept at ends and every 512 tokens" in lines
+    wider = replace(config, state_checkpoint_tokens=16)
+    assert 128 == asyncio.run(start(wider, FakeShardedClient())).limits.checkpoint_tokens

@@ -1,0 +1,75 @@
+"""Real servers of windowed models, whose layers keep rings: conversations, and sequences that leave and come back.
+
+The models are tiny and random, with the demo's tokenizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.running import Server
+from tests.server import tiny
+from tests.server.conftest import DEMO
+from tests.system.test_kv_demand import answers_and_metrics, requests_of
+from tests.system.test_states import ANSWER, FLOAT32, conversation
+
+DISTANCE = 64  # tokens between two places at which windows are kept
+BLOCK = 16
+SHORT_STEPS = ("--max-batch-prefill-tokens", "64", "--state-checkpoint-tokens", str(DISTANCE))
+
+
+def made(name: str, folder: Path) -> str:
+    """A folder with a model as long as conversations become."""
+    tiny.save_tiny(name, folder, vocab_size=2048, max_position_embeddings=2048)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO / file, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "num_kills"),
+    [
+        ("gpt_oss", (), 0),
+        pytest.param("gemma3_text", ("--num-shard", "2", "--max-deaths", "9"), 2, marks=pytest.mark.rest),
+        pytest.param("mistral", ("--max-deaths", "9"), 1, marks=pytest.mark.rest),
+        ("gemma2", ("--pipeline-parallel", "3", "--max-deaths", "9"), 2),  # of which two have windows alone
+    ],
+    ids=["one shard", "two shards that die", "windows alone, and it dies", "three stages that die"],
+)
+def test_who_is_sent_away_or_lost_gets_the_same_tokens(
+    tmp_path: Path, name: str, flags: tuple[str, ...], num_kills: int
+) -> None:
+    requests = requests_of(9, 5)
+    own = ("--model-id", made(name, tmp_path), *SHORT_STEPS, "--max-batch-size", "12")
+    expected, _ = answers_and_metrics("reserve", requests, (*own, *flags, "--disable-prefix-caching"))
+    got, metrics = answers_and_metrics("demand", requests, (*own, *flags), num_kills=num_kills)
+    assert not [answer for answer in expected if "error" in answer]
+    assert expected == got
+    assert metrics["tgi_kv_preempted"] and not metrics["tgi_queue_size"]
+    assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"])
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.rest)])
+def test_a_turn_computes_its_own_tokens_and_a_block_or_two(tmp_path: Path, name: str) -> None:
+    flags = (*FLOAT32, "--model-id", made(name, tmp_path / "model"), *SHORT_STEPS)
+    disk = ("--prefix-cache-disk-gb", "0.2", "--prefix-cache-dir", str(tmp_path / "cache"))
+    with Server(*flags, "--disable-prefix-caching") as server:
+        expected = conversation(server)
+        assert all(computed == given for _, given, computed in expected)
+    with Server(*flags, *disk) as server:
+        assert any(f"windows kept at ends and every {DISTANCE} tokens" in line for line in server.lines)
+        turns = conversation(server)
+        server.stop()
+        server.wait()
+    assert [text for text, _, _ in expected] == [text for text, _, _ in turns]
+    for (_, before, _), (_, given, computed) in itertools.pairwise(turns):
+        own = given - before - ANSWER  # what was computed for the answer is kept too
+        assert computed <= own + 2 * BLOCK
+    with Server(*flags, *disk) as server:
+        again = conversation(server)
+    assert [text for text, _, _ in expected] == [text for text, _, _ in again]
+    assert max(computed for _, _, computed in again) <= DISTANCE + BLOCK
