@@ -3,6 +3,8 @@
 //
 // Shapes: T tokens, E experts, k experts per token, D width of a row.
 
+#include <initializer_list>
+
 #include "functions.h"
 #include "threads.h"
 
@@ -72,8 +74,10 @@ float sigmoid(float x) {
     const double limited = x > 700 ? -700 : x < -700 ? 700 : -double(x);  // the exponent of e
     const double count = __builtin_rint(limited * 1.4426950408889634);
     const double rest = (limited - count * 0.693147180369123816490) - count * 1.90821492927058770002e-10;
-    double series = 1;
-    for (int term = 13; term > 0; term--) series = series * rest / term + 1;
+    double series = 1.0 / 6227020800;
+    for (const double term : {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+                              1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
+        series = series * rest + term;
     const int64_t bits = (1023 + int64_t(count)) << 52;
     double power;
     memcpy(&power, &bits, sizeof power);
