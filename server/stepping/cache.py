@@ -194,7 +194,7 @@ def beside_states(
         if not attends:
             kept.append(state)
             continue
-        blocks = next(ringed if next(windows) and shape.ring is not None else paged)
+        blocks = next(ringed if next(windows, 0) and shape.ring is not None else paged)
         kept.append(KvAndState(blocks, state) if numbers else blocks)
     return kept
 

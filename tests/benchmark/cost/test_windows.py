@@ -24,6 +24,7 @@ GPT_OSS_20B: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_theta": 150000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
     "tie_word_embeddings": False,
     "vocab_size": 201088,
     "hidden_size": 2880,

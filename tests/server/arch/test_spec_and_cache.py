@@ -154,7 +154,7 @@ def test_layers_keep_heads_of_their_own_size(rank: int, world_size: int, sizes: 
 def test_where_no_layer_attends_blocks_hold_kept_states_alone() -> None:
     shape = KVShape(0, 1, 64, torch.float32, states=(1500, 24), attending=(False, False))
     (blocks,) = allocate(shape, 80, CpuDevice())
-    states = beside_states(shape, [blocks], 3, CpuDevice())
+    states = beside_states(shape, [blocks], [], 3, CpuDevice())
     assert [(3, 1500), (3, 24)] == [tuple(state.shape) for state in states]
     checkpoints, places = Checkpoints(states, [blocks]), torch.arange(10, 10 + BLOCKS_OF_STATE)
     assert 0 < checkpoints.num_blocks <= BLOCKS_OF_STATE
@@ -168,8 +168,8 @@ def test_where_no_layer_attends_blocks_hold_kept_states_alone() -> None:
 def test_layers_of_one_branch_keep_blocks_or_a_state_or_nothing() -> None:
     shape = KVShape(1, 2, 16, torch.float32, states=(0, 7, 0), attending=(True, False, False))
     kv = allocate(shape, 4, CpuDevice())
-    attention, recurrence, mlp = beside_states(shape, kv, 3, CpuDevice())
+    attention, recurrence, mlp = beside_states(shape, kv, [], 3, CpuDevice())
     assert attention is kv[0] and (3, 7) == tuple(recurrence.shape) and not mlp.numel()
     of_mlps = KVShape(0, 2, 16, torch.float32, states=(0, 0), attending=(False, False))
-    assert [0, 0] == [kept.numel() for kept in beside_states(of_mlps, [], 3, CpuDevice())]
+    assert [0, 0] == [kept.numel() for kept in beside_states(of_mlps, [], [], 3, CpuDevice())]
     assert 0 == of_mlps.bytes_per_token
