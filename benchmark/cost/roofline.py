@@ -209,7 +209,7 @@ class ServedModel:
         for layer in self.shape.spec.layers:
             if (heads := self.shape.spec.cached(layer)) is not None:
                 found[layer.window] += self._kv_bytes(heads)
-        return found
+        return dict(found)
 
     @cached_property
     def key_flops(self) -> Mapping[int, int]:
@@ -227,7 +227,7 @@ class ServedModel:
         found: Counter[int] = Counter()
         for layer, heads in self.shape.attending:
             found[layer.reach] += number(heads)
-        return found
+        return dict(found)
 
     @property
     def product_kind(self) -> str:

@@ -94,7 +94,7 @@ FIELDS: dict[str, Kind] = {
             "n_inner no_rope_layer_interval num_attention_heads num_global_key_value_heads num_heads "
             "num_key_value_heads num_kv_heads padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim "
             "relative_attention_max_distance relative_attention_num_buckets rotary_dim "
-            "shared_expert_intermediate_size shared_intermediate_size ssm_state_size state_size top_k_experts "
+            "shared_expert_intermediate_size ssm_state_size state_size top_k_experts "
             "topk_group v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim",
         ),
         (
@@ -107,7 +107,8 @@ FIELDS: dict[str, Kind] = {
             "decoder_start_token_id first_k_dense_replace hidden_size_per_layer_input max_window_layers "
             "moe_layer_start_index moe_num_experts moe_num_shared_experts n_routed_experts n_shared_experts "
             "num_dense_layers num_experts num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn "
-            "num_local_experts num_mtp_layers num_nextn_predict_layers num_shared_experts sliding_window",
+            "num_local_experts num_mtp_layers num_nextn_predict_layers num_shared_experts "
+            "shared_intermediate_size sliding_window",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (

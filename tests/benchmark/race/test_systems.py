@@ -24,6 +24,7 @@ TINY_GPT_OSS = {
     "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32,
     "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
     "vocab_size": 2000, "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
     "rope_theta": 10000.0, "tie_word_embeddings": False, "sliding_window": 8, "attention_bias": True,
     "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"}, "layer_types": ["full_attention"],
 }  # fmt: skip

@@ -60,13 +60,14 @@ LLAMA = COMMON | {
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
     "hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "bloom": COMMON | {"model_type": "bloom", "hidden_size": 1024, "n_head": 16, "n_layer": 1},  # wide: biases count
     "mixtral": LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2,
                         "sliding_window": None},
-    "gpt_oss": LLAMA | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
-                        "head_dim": 64, "attention_bias": True},
+    "gpt_oss": LLAMA | YARN | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
+                               "sliding_window": 64, "head_dim": 64, "attention_bias": True},
     "t5": COMMON | {"model_type": "t5", "d_model": 512, "d_ff": 1024, "d_kv": 64, "num_heads": 8, "num_layers": 2,
                     "num_decoder_layers": 2, "relative_attention_num_buckets": 32, "decoder_start_token_id": 0,
                     "feed_forward_proj": "relu", "tie_word_embeddings": True, "layer_norm_epsilon": 1e-6},
