@@ -57,12 +57,17 @@ class FusedRows:
     of: int = 1
 
 
+def rows_of_gated(gate_up: str, down: str) -> Mapping[str, FusedRows]:
+    """Where gated experts lie: rows of gate and then of up in one tensor, those of down in another."""
+    return {
+        "expert_gate": FusedRows(gate_up, 0, 2),
+        "expert_up": FusedRows(gate_up, 1, 2),
+        "expert_down": FusedRows(down),
+    }
+
+
 # As transformers 5 holds the experts of a mixture, and tools that pack a model may write them.
-FUSED_EXPERTS: Mapping[str, FusedRows] = {
-    "expert_gate": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 0, 2),
-    "expert_up": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 1, 2),
-    "expert_down": FusedRows("layers.{i}.mlp.experts.down_proj"),
-}
+FUSED_EXPERTS = rows_of_gated("layers.{i}.mlp.experts.gate_up_proj", "layers.{i}.mlp.experts.down_proj")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from server.arch.families import llama
 from server.arch.families.hf_config import Config, layer_types, mixed, mixture
-from server.arch.names import FusedRows, NameMap
+from server.arch.names import NameMap, rows_of_gated
 from server.arch.recurrences import ShortConv
 from server.arch.spec import ArchSpec, Scoring
 
@@ -44,11 +44,7 @@ NAMES_OF_MOE = replace(
         "expert_up": f"{EXPERTS}.{{e}}.w3",
         "expert_down": f"{EXPERTS}.{{e}}.w2",
     },
-    fused_experts={
-        "expert_gate": FusedRows(f"{EXPERTS}.gate_up_proj", 0, 2),
-        "expert_up": FusedRows(f"{EXPERTS}.gate_up_proj", 1, 2),
-        "expert_down": FusedRows(f"{EXPERTS}.down_proj"),
-    },
+    fused_experts=rows_of_gated(f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"),
 )
 
 

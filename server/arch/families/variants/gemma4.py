@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from server.arch.families import gemma
 from server.arch.families.hf_config import Config, checked, head_dim, layer_types, rope, windowed
-from server.arch.names import FusedRows
+from server.arch.names import rows_of_gated
 from server.arch.spec import ArchSpec, Gated, KvHeads, LayerSpec, Moe, PerLayerInputs, Residual, RmsNormSpec, Rope
 
 NAMES = replace(
@@ -39,11 +39,7 @@ NAMES = replace(
         "expert_up": "layers.{i}.experts.{e}.up_proj",
         "expert_down": "layers.{i}.experts.{e}.down_proj",
     },
-    fused_experts={
-        "expert_gate": FusedRows("layers.{i}.experts.gate_up_proj", 0, 2),
-        "expert_up": FusedRows("layers.{i}.experts.gate_up_proj", 1, 2),
-        "expert_down": FusedRows("layers.{i}.experts.down_proj"),
-    },
+    fused_experts=rows_of_gated("layers.{i}.experts.gate_up_proj", "layers.{i}.experts.down_proj"),
 )
 ROTATIONS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

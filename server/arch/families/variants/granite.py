@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from server.arch.families import llama
 from server.arch.families.hf_config import Config, activation, layer_types, mixture, share_of, step_limits
-from server.arch.names import FusedRows
+from server.arch.names import rows_of_gated
 from server.arch.recurrences import Mamba2
 from server.arch.spec import ArchSpec, Gated, Moe, with_layers, with_residual_scale
 
@@ -25,11 +25,7 @@ NAMES_OF_MOE = replace(
         "expert_up": f"{EXPERTS}.experts.{{e}}.up_proj",
         "expert_down": f"{EXPERTS}.experts.{{e}}.down_proj",
     },
-    fused_experts={
-        "expert_gate": FusedRows(f"{EXPERTS}.input_linear.weight", 0, 2),
-        "expert_up": FusedRows(f"{EXPERTS}.input_linear.weight", 1, 2),
-        "expert_down": FusedRows(f"{EXPERTS}.output_linear.weight"),
-    },
+    fused_experts=rows_of_gated(f"{EXPERTS}.input_linear.weight", f"{EXPERTS}.output_linear.weight"),
 )
 SHARED_MLP = "layers.{i}.shared_mlp"
 NAMES_OF_HYBRID = replace(
