@@ -13,7 +13,9 @@ from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Shares
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES
+from server.backends.cuda.kernels.convolution import FusedShortConv
 from server.backends.cuda.kernels.delta import FusedDelta
+from server.backends.cuda.kernels.mamba import FusedMamba
 from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.cuda.linear import CudaDense, CudaGrouped, Products
 from server.backends.cuda.logits import KernelLogits
@@ -23,16 +25,20 @@ from server.backends.device import Device
 from server.backends.protocol import (
     SOFTMAX,
     Attention,
+    ConvRule,
     DeltaRule,
     DeltaWeights,
     GraphCapture,
     GroupedLinear,
     LinearFormat,
+    MambaRule,
+    MambaWeights,
     Maximum,
     Norm,
     RouterRule,
     Routing,
     Scores,
+    ShortConvWeights,
 )
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import LoopedExperts
@@ -98,6 +104,12 @@ class CudaBackend(ReferenceBackend):
 
     def gated_delta(self, weights: DeltaWeights) -> DeltaRule:
         return FusedDelta(weights)
+
+    def short_conv(self, weights: ShortConvWeights) -> ConvRule:
+        return FusedShortConv(weights)
+
+    def mamba(self, weights: MambaWeights) -> MambaRule:
+        return FusedMamba(weights)
 
     def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         return CudaGrouped(weights, count, is_gated=is_gated, gate=self.gate, products=self._products)

@@ -133,3 +133,16 @@ def check_steps(case: Case, rule: Rule, dtype: torch.dtype) -> None:
         expected, got = (one(*inputs, state, meta) for one, state in zip((stock, rule), kept, strict=True))
         atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 1e-2)
         torch.testing.assert_close(expected, got, atol=atol, rtol=rtol)
+
+
+def check_cuts(case: Case, rule: Rule, cuts: list[int]) -> None:
+    """A sequence that is cut into steps, beside another, against the same in one step."""
+    inputs, beside = case.inputs(sum(cuts), 0), case.inputs(5, 9)
+    whole = rule(*inputs, case.states, meta_of([(1, 0, sum(cuts))]))
+    state, first, parts = case.states, 0, []
+    for number, count in enumerate(cuts):
+        part = slice(first, first + count)
+        both = (torch.cat([mine[part], other]) for mine, other in zip(inputs, beside, strict=True))
+        parts.append(rule(*both, state, meta_of([(1, first, count), (2, 5 * number, 5)]))[:count])
+        first += count
+    assert torch.equal(whole, torch.cat(parts))

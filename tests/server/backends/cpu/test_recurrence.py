@@ -8,7 +8,7 @@ import torch
 from server.arch.recurrences import GatedDelta
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.recurrence import TILE, can_compute
-from tests.server.backends.recurrence_cases import CASES, DELTA, Case, Rule, check_steps, meta_of
+from tests.server.backends.recurrence_cases import CASES, DELTA, Case, Rule, check_cuts, check_steps, meta_of
 
 
 def compiled(case: Case, kernels: Kernels) -> Rule:
@@ -29,17 +29,7 @@ def test_steps_read_what_stock_operators_read(kernels: Kernels, name: str, dtype
 def test_cuts_and_neighbours_change_no_bit(kernels: Kernels, name: str, cuts: list[int], way: str) -> None:
     case = CASES[name]
     rule = compiled(case, kernels) if way == "kernels" else case.stock(case.weights)
-    inputs = case.inputs(40, 0)
-    whole = rule(*inputs, case.states, meta_of([(1, 0, 40)]))
-    state, first, parts = case.states, 0, []
-    beside = case.inputs(5, 9)
-    for number, count in enumerate(cuts):
-        runs = [(1, first, count), (2, 5 * number, 5)]
-        part = slice(first, first + count)
-        both = (torch.cat([mine[part], other]) for mine, other in zip(inputs, beside, strict=True))
-        parts.append(rule(*both, state, meta_of(runs))[:count])
-        first += count
-    assert torch.equal(whole, torch.cat(parts))
+    check_cuts(case, rule, cuts)
 
 
 @pytest.mark.parametrize("name", CASES)

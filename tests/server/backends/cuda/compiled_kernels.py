@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from benchmark.commands.kernels import HEAD_CASES, HeadCase, launch_attention
-from server.arch.recurrences import GatedDelta
+from server.arch.recurrences import GatedDelta, Mamba2, ShortConv
 from server.arch.spec import Activation, Scoring
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import fused_gate
+from server.backends.cuda.kernels.convolution import FusedShortConv
 from server.backends.cuda.kernels.delta import FusedDelta
+from server.backends.cuda.kernels.mamba import FusedMamba
 from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.cuda.machine_code import MATRIX, MachineCode
 from server.backends.protocol import SOFTMAX, RouterRule, Scores, Summand, split_heads
@@ -41,7 +43,7 @@ from tests.server.backends.cuda.kernel_cases import (
     plain,
     sinking,
 )
-from tests.server.backends.recurrence_cases import delta_weights, meta_of
+from tests.server.backends.recurrence_cases import delta_weights, mamba_weights, meta_of, short_conv_weights
 
 __all__ = ["found"]
 
@@ -211,7 +213,27 @@ def test_the_gated_delta_rule_compiles(decodes: bool, found: list[MachineCode]) 
     runs, width = [(1, 0, 1), (2, 5, 1)], kind.channels + kind.num_heads * kind.value_dim
     meta, state = meta_of(runs, 2 * decodes), torch.zeros(3, kind.state_size)
     FusedDelta(delta_weights(kind))(zeros(2, width), zeros(2, 2 * kind.num_heads), state, meta)
-    assert ["_convolve", "_recur", "_remember"] == [code.kernel for code in found]
+    assert ["_convolve", "_recur"] == [code.kernel for code in found]
+
+
+# Memories as in Granite 4-H and in Falcon-H1.
+@pytest.mark.parametrize(
+    ("decodes", "key_dim"), in_suite([(False, 128), (True, 256)], product((False, True), (128, 256)))
+)
+def test_mamba_compiles(decodes: bool, key_dim: int, found: list[MachineCode]) -> None:
+    kind = Mamba2(num_heads=48, num_groups=1, head_dim=64, key_dim=key_dim, conv=4, eps=1e-5)
+    meta, state = meta_of([(1, 0, 1), (2, 5, 1)], 2 * decodes), torch.zeros(3, kind.state_size)
+    FusedMamba(mamba_weights(kind))(zeros(2, kind.step_width), state, meta)
+    assert ["_convolve", "_recur_mamba"] == [code.kernel for code in found]
+    assert all(code.local_bytes == 0 for code in found)
+
+
+@pytest.mark.parametrize("decodes", in_suite([False], [True]), ids=str)
+def test_short_convolutions_compile(decodes: bool, found: list[MachineCode]) -> None:
+    kind = ShortConv(channels=2048, conv=3)
+    meta, state = meta_of([(1, 0, 1), (2, 5, 1)], 2 * decodes), torch.zeros(3, kind.state_size)
+    FusedShortConv(short_conv_weights(kind))(zeros(2, kind.step_width), state, meta)
+    assert ["_convolve"] == [code.kernel for code in found]
 
 
 @pytest.mark.parametrize("activation", in_suite([Activation.GELU], Activation))

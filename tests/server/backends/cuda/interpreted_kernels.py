@@ -5,6 +5,7 @@ bfloat16 is left out: the interpreter computes on its bit patterns.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from server.arch.spec import Activation, Scoring
 from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Float8E5M2, Int8, KvFormat
-from tests.server.backends.cuda.interpreted_cases import check_model, quick_calls
+from tests.server.backends.cuda.interpreted_cases import check_model, interpreted_backend, quick_calls
 from tests.server.backends.cuda.kernel_cases import (
     CASES,
     LATENT_CASES,
@@ -32,7 +33,8 @@ from tests.server.backends.cuda.kernel_cases import (
     in_suite,
 )
 from tests.server.backends.recurrence_cases import CASES as RECURRENCES
-from tests.server.backends.recurrence_cases import check_steps
+from tests.server.backends.recurrence_cases import Case as RecurrenceCase
+from tests.server.backends.recurrence_cases import Rule, check_cuts, check_steps, meta_of
 
 __all__ = ["quick_calls"]
 
@@ -205,12 +207,36 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_gated_delta_rule_equals_the_operators(dtype: torch.dtype) -> None:
-    from server.backends.cuda.kernels.delta import FusedDelta
+OF_EACH_KIND = ["Mamba-2, norm behind", "gated delta rule", "short convolution"]
+STEPS_OF_EACH = list(zip(OF_EACH_KIND, (torch.float32, torch.float32, torch.float16), strict=True))
 
-    case = RECURRENCES["gated delta rule"]
-    check_steps(case, FusedDelta(case.weights), dtype)
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_suite(STEPS_OF_EACH, product(RECURRENCES, (torch.float32, torch.float16)))
+)
+def test_recurrences_equal_the_operators(name: str, dtype: torch.dtype) -> None:
+    case = RECURRENCES[name]
+    check_steps(case, rule_of(case), dtype)
+
+
+@pytest.mark.parametrize("name", in_suite(OF_EACH_KIND, RECURRENCES))
+def test_cuts_and_neighbours_change_no_bit(name: str) -> None:
+    check_cuts(RECURRENCES[name], rule_of(RECURRENCES[name]), [1, 3, 2])
+
+
+@pytest.mark.parametrize("name", in_suite(OF_EACH_KIND, RECURRENCES))
+def test_rows_of_nobody_change_no_others(name: str) -> None:
+    case, state = RECURRENCES[name], RECURRENCES[name].states
+    rule_of(case)(*case.inputs(3, 0), state, meta_of([(3, 0, 1), (0, 0, 1), (0, 0, 1)], 3))
+    assert torch.equal(state[1:3], case.states[1:3]) and torch.equal(state[4:], case.states[4:])
+
+
+def rule_of(case: RecurrenceCase) -> Rule:
+    """As the backend for GPUs makes it."""
+    with interpreted_backend() as backend:
+        rule = case.make(backend, case.weights)
+    assert type(rule) is not case.stock
+    return rule
 
 
 # Normalised summands, windows and capped scores; biased sums, layer norms and ALiBi; gates, rotations and norms of
@@ -228,6 +254,8 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_hidden_layers": 1}, "auto"),
     ("gpt_oss", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "auto"),
     ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, "auto"),
+    ("mamba2", {"num_hidden_layers": 2}, "auto"),
+    ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "auto"),
     ("bloom", {"n_layer": 1, "n_head": 2}, "int8"),
     ("glm4_moe", {"num_hidden_layers": 2}, "auto"),  # sigmoids in groups, a shared expert
     ("olmo2", {"num_hidden_layers": 2}, "auto"),  # norms of rows and of outputs
