@@ -72,3 +72,9 @@ def test_the_design_lists_the_rooms_in_their_order() -> None:
 def test_what_the_design_names_is_there() -> None:
     paths = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "docs/design.md").read_text())
     assert len(paths) > 40 and [] == [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_decisions_have_the_numbers_of_their_files() -> None:
+    pages = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    assert len(pages) >= 30
+    assert [] == [page.name for page in pages if not page.read_text().startswith(f"# {page.name[:4]}: ")]

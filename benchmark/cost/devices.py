@@ -24,7 +24,7 @@ from benchmark.cost.roofline import DATA_SHEET, MEASURED, Ceilings, Pipeline, Se
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
 from benchmark.result import BenchError
 from host.cgroups import available_bytes
-from server.arch.footprint import LOGIT_BYTES, least_step_bytes, state_bytes, step_bytes
+from server.arch.footprint import LOGIT_BYTES, kept_state_bytes, least_step_bytes, state_bytes, step_bytes
 from server.arch.windows import largest_window, ring_for
 from server.quantisation import sizes
 
@@ -198,7 +198,8 @@ def kept_bytes(served: ServedModel, prefill_tokens: int, total_tokens: int) -> t
     spec, ranks, by_window = served.shape.spec, served.ranks, served.kept_by_window
     ring = ring_for(largest_window(spec), prefill_tokens, total_tokens)
     if ring is None:
-        return served.kept_bytes // ranks, state_bytes(spec, ranks)
+        states = state_bytes(spec, ranks)
+        return served.kept_bytes // ranks or kept_state_bytes(states), states
     ringed = sum(num_bytes for window, num_bytes in by_window.items() if window) // ranks
     # Where all layers have rings, blocks are as large as one layer's and hold copies.
     paged = by_window[0] if 0 in by_window else served.kept_bytes // spec.num_layers

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from server.arch.recurrences import Recurrence
 from server.arch.spec import ArchSpec, Gated, LayerSpec, Mlp, Moe
+from server.blocks import BLOCK_SIZE
 
 # What a step holds at once for each token, as far as that can be said before the profile run: copies of the residual
 # stream, and of what a layer's widest products give.
@@ -20,6 +21,7 @@ LOGIT_ROWS, LOGIT_BYTES = 128, 12
 # Prompt tokens of a step that a CPU has room for in any case: with fewer, one is mostly the reading of weights.
 LEAST_PREFILL_TOKENS = 256
 STATE_ITEMSIZE = 4  # bytes of a number of a recurrent layer's state
+BLOCKS_OF_STATE = 64  # that a kept state takes where no layer has tokens, whose blocks hold nothing else
 
 
 def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
@@ -62,6 +64,12 @@ def window_shares(spec: ArchSpec) -> dict[int, float]:
 def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:
     """What a sequence's states take on one of so many ranks, of all recurrent layers."""
     return sum(STATE_ITEMSIZE * kind.part(world_size).state_size for kind in spec.recurrences)
+
+
+def kept_state_bytes(state_bytes: int) -> int:
+    """A token's share of a block, where no layer attends and blocks hold kept states of this size."""
+    numbers = state_bytes // STATE_ITEMSIZE
+    return STATE_ITEMSIZE * -(-numbers // (BLOCKS_OF_STATE * BLOCK_SIZE))
 
 
 def _sizes(spec: ArchSpec) -> Iterator[int]:

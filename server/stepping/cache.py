@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from server.arch.footprint import kept_state_bytes
 from server.arch.windows import Ring
 from server.backends.device import Device, HostCopies
 from server.backends.protocol import Attention, Backend
@@ -32,7 +33,6 @@ from server.stepping.batch import Forward
 from server.stepping.sequences import StepError
 
 STATE_DTYPE = torch.float32  # sums of thousands of tokens
-BLOCKS_OF_STATE = 64  # that a kept state takes where no layer has tokens, whose blocks hold nothing else
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class KVShape:
         """Key and value, all layers without rings. Where no layer attends, a token's share of what a block has for
         kept states."""
         if self.holds_states_alone:
-            return STATE_DTYPE.itemsize * -(-sum(self.states) // (BLOCKS_OF_STATE * BLOCK_SIZE))
+            return kept_state_bytes(STATE_DTYPE.itemsize * sum(self.states))
         if self.sizes or self.ring is not None:
             return sum(layer.bytes_per_token for layer in self.paged)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize

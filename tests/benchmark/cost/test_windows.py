@@ -1,4 +1,4 @@
-"""The memory of windowed models at 32k tokens, in plans and on shards, with the numbers written out."""
+"""What windowed models at 32k tokens, and those that attend nowhere, take in plans and on shards, in numbers."""
 
 from __future__ import annotations
 
@@ -73,6 +73,18 @@ MISTRAL_7B: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "torch_dtype": "bfloat16",
 }
+MAMBA_CODESTRAL_7B: dict[str, Any] = {
+    "model_type": "mamba2",
+    "vocab_size": 32768,
+    "hidden_size": 4096,
+    "num_hidden_layers": 64,
+    "num_heads": 128,
+    "head_dim": 64,
+    "n_groups": 8,
+    "state_size": 128,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
 # A token in all layers; then with rings: a token in those without, and a sequence in those with one.
 SIZES = [
     # 24 layers of 2 x 8 x 64 numbers in 2 bytes, half of them windowed: 8 + 32 + 1 blocks of 16 tokens.
@@ -99,3 +111,15 @@ def test_windowed_models_take_what_their_windows_need(
     ringed = dataclasses.replace(shape, ring=ring_for(largest_window(spec), 4096, TOKENS))
     assert (token // ranks, sequence // ranks) == (ringed.bytes_per_token, ringed.bytes_per_sequence)
     assert 5 * (TOKENS * token + sequence) < 3 * TOKENS * whole
+
+
+@pytest.mark.parametrize(("ranks", "numbers"), [(1, 64 * (8192 * 128 + 3 * 10240)), (2, 64 * (4096 * 128 + 3 * 5120))])
+def test_blocks_for_kept_states_alone_are_planned_as_shards_have_them(ranks: int, numbers: int) -> None:
+    """A token has its share of the 64 blocks of 16 tokens that one state takes, in float32."""
+    served = dataclasses.replace(ServedModel(from_config(MAMBA_CODESTRAL_7B), "bfloat16"), ranks=ranks)
+    expected = (4 * -(-numbers // 1024), 4 * numbers)
+    assert expected == kept_bytes(served, 4096, TOKENS)
+    _, spec = families.find(MAMBA_CODESTRAL_7B)
+    (stage,) = stages_of(spec, 1)
+    shape = kv_shape(spec, stage, Shard(0, ranks), torch.bfloat16, AS_COMPUTED)
+    assert expected == (shape.bytes_per_token, shape.bytes_per_sequence)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from server.arch import families
+from server.arch.footprint import BLOCKS_OF_STATE
 from server.arch.spec import Activation, Alibi, ArchSpec, Gated, KvHeads, LayerSpec, validate
 from server.arch.stages import Stage
 from server.backends.cpu.device import CpuDevice, plan_threads
@@ -20,7 +21,7 @@ from server.loading import choose_dtype
 from server.model.transformer import kv_shape
 from server.quantisation.kv import AS_COMPUTED
 from server.ranks.collectives import Shard
-from server.stepping.cache import BLOCKS_OF_STATE, KVShape, allocate, beside_states, choose_tokens
+from server.stepping.cache import KVShape, allocate, beside_states, choose_tokens
 from server.stepping.checkpoints import Checkpoints
 
 CPU = CpuDevice()
