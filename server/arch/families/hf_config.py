@@ -58,7 +58,10 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
-    return Kind(f"a list of {of}", lambda value: isinstance(value, list) and all(map(fits, value)))
+    return Kind(
+        f"a list of at most {MOST_LAYERS} {of}",
+        lambda value: isinstance(value, list) and len(value) <= MOST_LAYERS and all(map(fits, value)),
+    )
 
 
 SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2, MOST_POSITIONS)
@@ -71,6 +74,9 @@ FLAG_OR_TEXT = Kind("true, false or a text", lambda value: isinstance(value, boo
 FLAG_OR_COUNT = Kind("true, false or a whole number", lambda value: isinstance(value, int))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 SIZE_OR_AUTO = Kind("a whole number above 0, or auto", lambda value: SIZE.fits(value) or value == "auto")
+LETTERS = Kind(
+    f"a text of 1 to {MOST_LAYERS} letters", lambda value: isinstance(value, str) and 0 < len(value) <= MOST_LAYERS
+)
 PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
 TEXTS = _list("texts", TEXT.fits)
 INFINITY = {"__float__": "Infinity"}  # as transformers writes it
@@ -116,6 +122,7 @@ FIELDS: dict[str, Kind] = {
             "router_jitter_noise softmax_scale",
         ),
         (INDEX, "moe_layer_end_index"),
+        (LETTERS, "hybrid_override_pattern"),
         (PATTERN, "sliding_window_pattern"),
         (
             POSITIVE,
@@ -142,8 +149,8 @@ FIELDS: dict[str, Kind] = {
         (FLAG_OR_COUNT, "attn_temperature_tuning"),
         (
             TEXT,
-            "activation activation_function feed_forward_proj hidden_act hidden_activation hybrid_override_pattern "
-            "mlp_hidden_act model_type position_embedding_type rope_type topk_method type",
+            "activation activation_function feed_forward_proj hidden_act hidden_activation mlp_hidden_act model_type "
+            "position_embedding_type rope_type topk_method type",
         ),
         (
             OBJECT,
@@ -283,7 +290,13 @@ def as_many(given: Sequence[T] | None, default: Sequence[T], name: str) -> Seque
 def step_limits(config: Config) -> tuple[float, float]:
     """Between which the steps of Mamba layers are kept."""
     least, most = as_many(config.get("time_step_limit"), (0.0, math.inf), "time_step_limit")
-    return least, math.inf if most == INFINITY else most
+    limits = [math.inf if limit == INFINITY else limit for limit in (least, most)]
+    if not 0 <= limits[0] < limits[1]:
+        raise ValueError(
+            f"config.json says time_step_limit {limits}, which must be a number from 0 and a larger one: "
+            "download it again"
+        )
+    return limits[0], limits[1]
 
 
 def mixture(config: Config, *, width: int) -> Moe:
