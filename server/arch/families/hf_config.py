@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 MOST_LAYERS = 10_000
 MOST = 2**40  # of anything that is counted
+MOST_LISTED = 2**16  # of what is loaded one by one: heads, experts
 MOST_SHOWN = 80  # characters of a value
 MOST_DEPTH = 64  # of objects and lists within each other
 
@@ -65,6 +66,7 @@ def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
 
 
 SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2, MOST_POSITIONS)
+HEADS, EXPERTS = _whole(1, MOST_LISTED), _whole(0, MOST_LISTED)
 INDEX = _whole(-1)  # of a layer; -1: the last
 NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
@@ -93,15 +95,13 @@ FIELDS: dict[str, Kind] = {
             "decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size floor_scale full_attention_interval "
             "global_attn_every_n_layers global_head_dim head_dim hidden_size interleave_moe_layer_step "
             "intermediate_size intermediate_size_mlp kv_channels kv_lora_rank linear_conv_kernel_dim "
-            "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_d_conv "
-            "mamba_d_ssm mamba_d_state mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads "
-            "moe_intermediate_size moe_k moe_latent_size moe_layer_freq moe_layer_interval "
-            "moe_shared_expert_intermediate_size multi_query_group_num n_embd n_embed n_group n_groups n_head n_heads "
-            "n_inner no_rope_layer_interval num_attention_heads num_global_key_value_heads num_heads "
-            "num_key_value_heads num_kv_heads padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim "
-            "relative_attention_max_distance relative_attention_num_buckets rotary_dim "
-            "shared_expert_intermediate_size shared_intermediate_size ssm_state_size state_size top_k_experts "
-            "topk_group v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim",
+            "linear_key_head_dim linear_value_head_dim mamba_d_conv mamba_d_ssm mamba_d_state mamba_expand "
+            "mamba_head_dim moe_intermediate_size moe_k moe_latent_size moe_layer_freq moe_layer_interval "
+            "moe_shared_expert_intermediate_size n_embd n_embed n_group n_inner no_rope_layer_interval "
+            "padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance "
+            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size shared_intermediate_size "
+            "ssm_state_size state_size top_k_experts topk_group v_head_dim vocab_size vocab_size_per_layer_input "
+            "word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -111,10 +111,17 @@ FIELDS: dict[str, Kind] = {
         (
             COUNT,
             "decoder_start_token_id first_k_dense_replace hidden_size_per_layer_input max_window_layers "
-            "moe_layer_start_index moe_num_experts moe_num_shared_experts n_routed_experts n_shared_experts "
-            "num_dense_layers num_experts num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn "
-            "num_local_experts num_mtp_layers num_nextn_predict_layers num_shared_experts sliding_window",
+            "moe_layer_start_index moe_num_shared_experts n_shared_experts num_dense_layers num_experts_per_tok "
+            "num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers num_nextn_predict_layers "
+            "num_shared_experts sliding_window",
         ),
+        (
+            HEADS,
+            "linear_num_key_heads linear_num_value_heads mamba_n_groups mamba_n_heads mamba_num_heads "
+            "multi_query_group_num n_groups n_head n_heads num_attention_heads num_global_key_value_heads num_heads "
+            "num_key_value_heads num_kv_heads",
+        ),
+        (EXPERTS, "moe_num_experts n_routed_experts num_experts num_local_experts"),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
         (
             NUMBER,

@@ -82,6 +82,10 @@ def test_the_longest_sequence_is_what_the_positions_reach(case: str, fields: dic
         ({"max_position_embeddings": 2**33}, "max_position_embeddings 8589934592, which must be .* from 2 to"),
         ({"model_type": []}, r"config\.json says model_type \[\], which must be a text: download it again"),
         ({"hidden_size": "64"}, "hidden_size '64', which must be a whole number from 1 to"),
+        (
+            {"num_attention_heads": 10**9},
+            "num_attention_heads 1000000000, which must be a whole number from 1 to 65536",
+        ),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, which must be a whole number from 1 to 10000"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no', which must be true or false"),
         ({"rms_norm_eps": [1]}, r"rms_norm_eps \[1\], which must be a number above 0"),
