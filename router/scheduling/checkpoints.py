@@ -8,7 +8,7 @@ are in blocks among all others, under keys of their own. Plain arithmetic over k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -37,14 +37,17 @@ class States(NamedTuple):
     size: int  # blocks that the states of one sequence take
 
     def needed(self, keys: Sequence[bytes], depth: int) -> list[bytes]:
-        return named(keys[depth - 1], self.size, b"state")
+        return list(self._names(keys[depth - 1]))
 
     def places(self, depth: int) -> range:
         return range(0)
 
     def deepest(self, keys: Sequence[bytes], most: int, holds: Callable[[bytes], bool]) -> int:
         places = range(most - most % self.distance, 0, -self.distance)
-        return next((depth for depth in places if all(map(holds, self.needed(keys, depth)))), 0)
+        return next((depth for depth in places if all(map(holds, self._names(keys[depth - 1])))), 0)
+
+    def _names(self, key: bytes) -> Iterator[bytes]:
+        return named(key, self.size, b"state")
 
 
 MOST_NAMED = 1 << 16  # blocks of tokens whose names are at hand
@@ -65,7 +68,7 @@ class Windows:
         if key not in self._names:
             if len(self._names) == MOST_NAMED:
                 self._names.clear()
-            self._names[key] = named(key, self.size, b"window")
+            self._names[key] = list(named(key, self.size, b"window"))
         return self._names[key]
 
     def needed(self, keys: Sequence[bytes], depth: int) -> list[bytes]:
@@ -95,9 +98,7 @@ class Windows:
         return blocks_for(computed, block_size) - depth <= blocks_for(self.most_at_once, block_size) + 1
 
 
-def named(key: bytes, count: int, kind: bytes) -> list[bytes]:
-    """Keys of as many blocks, for what is kept under one key of a prefix."""
-    return [
-        blake2b(key + place.to_bytes(4, "little"), digest_size=KEY_BYTES, person=kind).digest()
-        for place in range(count)
-    ]
+def named(key: bytes, count: int, kind: bytes) -> Iterator[bytes]:
+    """Keys of as many blocks, for what is kept under one key of a prefix. The first one is mostly all that is asked."""
+    for place in range(count):
+        yield blake2b(key + place.to_bytes(4, "little"), digest_size=KEY_BYTES, person=kind).digest()

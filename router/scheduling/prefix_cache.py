@@ -18,7 +18,7 @@ a block that is not full, not yet computed, or of unknown content.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -68,8 +68,7 @@ class PrefixCache:
         self._loaded: dict[int, Loaded] = {}  # what sequences go on from, held for the plan at hand
         self._lent: list[int] = []  # blocks that states and windows are kept in, likewise
         self._passed: list[tuple[int, Sequence[bytes], int]] = []  # sequences with their keys, to be kept at a depth
-        self._copying: set[bytes] = set()  # what steps under way copy from rings
-        self._lost: set[int] = set()  # sequences that steps have lost
+        self._copying: dict[bytes, int] = {}  # what steps under way copy from rings, of which sequence
         self.tiers = tiers or TierIndex()
         self.pool = BlockPool(num_blocks, self.tiers.forgotten)
         self._restores: list[Restored] = []
@@ -196,7 +195,7 @@ class PrefixCache:
     def _copy(self, sequence: int, place: int, names: list[bytes]) -> WindowCopy:
         blocks = self.pool.allocate(len(names))
         self._lent += blocks
-        self._copying.update(names)
+        self._copying |= dict.fromkeys(names, sequence)
         for name, block in zip(names, blocks, strict=True):
             self.pool.announce(name, block)
         return WindowCopy(sequence, place, names, blocks)
@@ -211,20 +210,27 @@ class PrefixCache:
     def copied(self, copies: Iterable[WindowCopy]) -> None:
         """The step with these is computed; of a sequence that was lost before, there was nothing to copy."""
         for sequence, place, names, blocks in copies:
-            self._copying.difference_update(names)
             for name, block in zip(names, blocks, strict=True):
-                if sequence in self._lost:
-                    self.pool.retract(name, block)
-                else:
+                if self._is_over(name, sequence):
                     self.confirm(name, block, sequence, place)
+                else:
+                    self.pool.retract(name, block)
 
-    def lose(self, sequences: Iterable[int], copies: Iterable[WindowCopy]) -> None:
+    def lose(self, sequences: Collection[int], copies: Iterable[WindowCopy]) -> None:
         """A step with these failed."""
-        self._lost.update(sequences)
+        self._passed = [passed for passed in self._passed if passed[0] not in sequences]
+        self._copying = {name: one for name, one in self._copying.items() if one not in sequences}
         for copy in copies:
-            self._copying.difference_update(copy.names)
             for name, block in zip(copy.names, copy.blocks, strict=True):
+                self._is_over(name, copy.sequence)
                 self.pool.retract(name, block)
+
+    def _is_over(self, name: bytes, sequence: int) -> bool:
+        """End a copy; whether it was under way, and of this sequence."""
+        is_its = self._copying.get(name) == sequence
+        if is_its:
+            del self._copying[name]
+        return is_its
 
     def take_restores(self, step: int) -> list[Restored]:
         """What the next step brings back for those that were just admitted."""

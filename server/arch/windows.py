@@ -25,7 +25,7 @@ LEAST_SAVING = 2  # times that the longest sequence is as long as a ring
 class Ring:
     """What a windowed layer keeps of a sequence."""
 
-    window_blocks: int  # that hold what the next token sees behind a block's border
+    window_blocks: int  # that hold what the next token sees behind a block's border, at least one
     most_at_once: int  # tokens of the sequence in one step
 
     @property
@@ -52,5 +52,5 @@ def ring_for(window: int, prefill_tokens: int, total_tokens: int) -> Ring | None
     """
     if not window:
         return None
-    ring = Ring(num_blocks(window - 1), min(prefill_tokens, MOST_AT_ONCE))
+    ring = Ring(max(1, num_blocks(window - 1)), min(prefill_tokens, MOST_AT_ONCE))
     return ring if LEAST_SAVING * ring.num_blocks <= num_blocks(total_tokens) else None

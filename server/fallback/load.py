@@ -7,6 +7,9 @@ layer by layer: for that time the host holds all of its weights, once for each r
 from __future__ import annotations
 
 import inspect
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from transformers import (
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from server.arch import families
+from server.arch.families.hf_config import checked
 from server.backends.protocol import Backend
 from server.checkpoint.formats import Quantisation
 from server.config import AUTO, ShardConfig
@@ -50,6 +54,11 @@ UNREADABLE = (
 )
 # Which parts of a cache keep keys and values alone, or nothing, where a layer takes those of another one.
 PLAIN_CACHES = frozenset((DynamicLayer, DynamicSlidingWindowLayer, DummyLayer))
+# Names of what a model has one object each of, of whatever family.
+COUNTS, MOST_COUNTED = re.compile(r"_(layers?|experts|labels|inputs)$"), 2**16
+LAYERS = ("n_layer", "n_layers", "num_hidden_layers", "num_layers")
+POSITIONS = ("max_position_embeddings", "n_positions")
+TRIED_TOKENS = 40  # of a prompt that a model is tried out with which is not batched
 NOTED_TOKENS = 5  # of the pass that finds out what attention is asked for
 
 
@@ -97,6 +106,7 @@ class Loader:
             reason = str(error)
         model = build(self.config, self.dtype, self._device)
         _refuse_unbatched(self.config, type(model).__name__, reason)
+        _try_out(model)
         return SerialModel(model, _warning(self.config, model, f"one sequence at a time, because {reason}: {SERIAL}"))
 
     @property
@@ -274,8 +284,45 @@ def build(shard: ShardConfig, dtype: torch.dtype, device: torch.device) -> PreTr
     return model
 
 
+@torch.inference_mode()
+def _try_out(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that fails at a prompt and a token behind it: it can be made, but its config is odd.
+
+    What is batched was tried out by `probe`.
+    """
+    most = max_positions(model.config.get_text_config()) or TRIED_TOKENS
+    ids = torch.arange(max(2, min(most, TRIED_TOKENS)), device=model.device).unsqueeze(0)
+    ids = ids % model.get_output_embeddings().weight.shape[0]
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    prompt = {"input_ids": ids} if model.config.is_encoder_decoder else {}
+    cache = None
+    try:
+        for part in (ids[:, :-1], ids[:, -1:]):
+            output = model(**{**prompt, name: part}, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{type(model).__name__} fails at what config.json says of it ({first_line(error)}): download it again"
+        ) from error
+
+
 def _config(shard: ShardConfig) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(shard.model_path, local_files_only=True, trust_remote_code=False)
+    """A checkpoint's config.json without what it says of who computes attention, which may be code from a hub."""
+    _refuse_odd_counts(json.loads((Path(shard.model_path) / "config.json").read_text()))
+    config = AutoConfig.from_pretrained(shard.model_path, local_files_only=True, trust_remote_code=False)
+    config._attn_implementation = None
+    return config
+
+
+def _refuse_odd_counts(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for so many layers or the like that making them would take all memory, or for none."""
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        counts = {name: value for name, value in part.items() if type(value) is int}
+        checked({name: counts[name] for name in LAYERS if name in counts})
+        checked({name: counts[name] for name in POSITIONS if counts.get(name)})  # 0 is no limit
+        for name, count in counts.items():
+            if COUNTS.search(name) and count > MOST_COUNTED:
+                raise ValueError(f"config.json says {name} {count}, which must be at most {MOST_COUNTED}")
 
 
 def _build(
@@ -287,12 +334,18 @@ def _build(
             torch.manual_seed(0)  # all ranks have the same
             model = auto.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
-        model = auto.from_pretrained(
-            weights_path, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
+        settings = {"dtype": dtype, "local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        model, info = auto.from_pretrained(weights_path, config=config, **settings)
+        if missing := sorted(info["missing_keys"]):  # transformers would make them up
+            raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}: download it again")
     return torch.nn.Module.to(model, device).eval()
 
 
 def first_line(error: Exception) -> str:
     """What an exception says, in one line."""
-    return str(error).strip().partition("\n")[0]
+    first, _, rest = str(error).strip().partition("\n")
+    if "ignore_mismatched_sizes" in first:
+        return "its tensors have other shapes than config.json says: download it again"
+    if isinstance(error, KeyError):
+        return f"it knows no {first}"
+    return f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first

@@ -51,7 +51,8 @@ from server.arch.families.variants import (
     smollm,
 )
 from server.arch.names import NameMap
-from server.arch.spec import ArchSpec, Moe
+from server.arch.recurrences import Mamba2
+from server.arch.spec import ArchSpec, LayerSpec, LongScaling, Moe, Rope
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,42 @@ def find(hf_config: Mapping[str, Any]) -> tuple[Family, ArchSpec]:
             f"config.json lacks the key {error}, which {model_type} models have: download it again"
         ) from error
     for layer in spec.layers:
+        _refuse_odd_heads(spec, layer)
+        if isinstance(layer.position, Rope):
+            _refuse_odd_rotation(layer.position, layer.latent.rope_dim if layer.latent else spec.kv_heads(layer).dim)
         if isinstance(layer.mlp, Moe):
-            _refuse_odd(layer.mlp)
+            _refuse_odd_experts(layer.mlp)
     return wrapper.family(family) if wrapper else family, spec
 
 
-def _refuse_odd(moe: Moe) -> None:
+def _refuse_odd_heads(spec: ArchSpec, layer: LayerSpec) -> None:
+    """Raise ValueError for heads that cannot share keys evenly, which kernels count on."""
+    heads, shared = spec.num_heads, spec.kv_heads(layer).count if layer.attends else 1
+    if heads % shared:
+        raise ValueError(f"config.json says {heads} attention heads for {shared} key-value heads: download it again")
+    kind = layer.recurrence
+    if isinstance(kind, Mamba2) and kind.num_heads % kind.num_groups:
+        raise ValueError(
+            f"config.json says {kind.num_heads} Mamba heads in {kind.num_groups} groups: download it again"
+        )
+
+
+def _refuse_odd_rotation(rope: Rope, width: int) -> None:
+    """Raise ValueError for a rotation that does not fit a head of so many features."""
+    if rope.dim % 2 or not 2 <= rope.dim <= width:
+        raise ValueError(
+            f"config.json says that {rope.dim} features of a head are rotated, which must be an even number from 2 to "
+            f"{width}: download it again"
+        )
+    scaling = rope.scaling
+    if isinstance(scaling, LongScaling) and not len(scaling.short) == len(scaling.long) == rope.dim // 2:
+        raise ValueError(
+            f"config.json has {len(scaling.short)} `short_factor` and {len(scaling.long)} `long_factor` for "
+            f"{rope.dim // 2} pairs of features: download it again"
+        )
+
+
+def _refuse_odd_experts(moe: Moe) -> None:
     """Raise ValueError for numbers of experts that do not fit each other."""
     experts, groups = moe.num_experts, moe.num_groups
     if experts % groups or moe.top_groups > groups:

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 MOST_LAYERS = 10_000
 MOST = 2**40  # of anything that is counted
+MOST_LISTED = 2**16  # of what is loaded one by one: heads, experts
 MOST_SHOWN = 80  # characters of a value
 MOST_DEPTH = 64  # of objects and lists within each other
 
@@ -58,10 +59,14 @@ def _is_pattern(value: Any) -> bool:
 
 
 def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
-    return Kind(f"a list of {of}", lambda value: isinstance(value, list) and all(map(fits, value)))
+    return Kind(
+        f"a list of at most {MOST_LAYERS} {of}",
+        lambda value: isinstance(value, list) and len(value) <= MOST_LAYERS and all(map(fits, value)),
+    )
 
 
 SIZE, COUNT, LAYERS, POSITIONS = _whole(1), _whole(0), _whole(1, MOST_LAYERS), _whole(2, MOST_POSITIONS)
+HEADS, EXPERTS = _whole(1, MOST_LISTED), _whole(0, MOST_LISTED)
 INDEX = _whole(-1)  # of a layer; -1: the last
 NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
@@ -71,6 +76,9 @@ FLAG_OR_TEXT = Kind("true, false or a text", lambda value: isinstance(value, boo
 FLAG_OR_COUNT = Kind("true, false or a whole number", lambda value: isinstance(value, int))
 OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 SIZE_OR_AUTO = Kind("a whole number above 0, or auto", lambda value: SIZE.fits(value) or value == "auto")
+LETTERS = Kind(
+    f"a text of 1 to {MOST_LAYERS} letters", lambda value: isinstance(value, str) and 0 < len(value) <= MOST_LAYERS
+)
 PATTERN = Kind("a whole number of layers, or a text of L and G", lambda value: COUNT.fits(value) or _is_pattern(value))
 TEXTS = _list("texts", TEXT.fits)
 INFINITY = {"__float__": "Infinity"}  # as transformers writes it
@@ -87,15 +95,12 @@ FIELDS: dict[str, Kind] = {
             "decoder_sparse_step experts_per_token ffn_dim ffn_hidden_size floor_scale full_attention_interval "
             "global_attn_every_n_layers global_head_dim head_dim hidden_size interleave_moe_layer_step "
             "intermediate_size intermediate_size_mlp kv_channels kv_lora_rank linear_conv_kernel_dim "
-            "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_d_conv "
-            "mamba_d_ssm mamba_d_state mamba_expand mamba_head_dim mamba_n_groups mamba_n_heads mamba_num_heads "
-            "moe_intermediate_size moe_k moe_latent_size moe_layer_freq moe_layer_interval "
-            "moe_shared_expert_intermediate_size multi_query_group_num n_embd n_embed n_group n_groups n_head n_heads "
-            "n_inner no_rope_layer_interval num_attention_heads num_global_key_value_heads num_heads "
-            "num_key_value_heads num_kv_heads padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim "
-            "relative_attention_max_distance relative_attention_num_buckets rotary_dim "
-            "shared_expert_intermediate_size ssm_state_size state_size top_k_experts "
-            "topk_group v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim",
+            "linear_key_head_dim linear_value_head_dim mamba_d_conv mamba_d_ssm mamba_d_state mamba_expand "
+            "mamba_head_dim moe_intermediate_size moe_k moe_latent_size moe_layer_freq moe_layer_interval "
+            "moe_shared_expert_intermediate_size n_embd n_embed n_group n_inner no_rope_layer_interval "
+            "padded_vocab_size q_lora_rank qk_nope_head_dim qk_rope_head_dim relative_attention_max_distance "
+            "relative_attention_num_buckets rotary_dim shared_expert_intermediate_size ssm_state_size state_size "
+            "top_k_experts topk_group v_head_dim vocab_size vocab_size_per_layer_input word_embed_proj_dim",
         ),
         (
             POSITIONS,
@@ -105,9 +110,8 @@ FIELDS: dict[str, Kind] = {
         (
             COUNT,
             "decoder_start_token_id first_k_dense_replace hidden_size_per_layer_input max_window_layers "
-            "moe_layer_start_index moe_num_experts moe_num_shared_experts n_routed_experts n_shared_experts "
-            "num_dense_layers num_experts num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn "
-            "num_local_experts num_mtp_layers num_nextn_predict_layers num_shared_experts "
+            "moe_layer_start_index moe_num_shared_experts n_shared_experts num_dense_layers num_experts_per_tok "
+            "num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers num_nextn_predict_layers num_shared_experts "
             "shared_intermediate_size sliding_window",
         ),
         (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
@@ -143,8 +147,8 @@ FIELDS: dict[str, Kind] = {
         (FLAG_OR_COUNT, "attn_temperature_tuning"),
         (
             TEXT,
-            "activation activation_function feed_forward_proj hidden_act hidden_activation hybrid_override_pattern "
-            "mlp_hidden_act model_type position_embedding_type rope_type topk_method type",
+            "activation activation_function feed_forward_proj hidden_act hidden_activation mlp_hidden_act model_type "
+            "position_embedding_type rope_type topk_method type",
         ),
         (
             OBJECT,
@@ -155,6 +159,14 @@ FIELDS: dict[str, Kind] = {
         (NUMBERS, "long_factor mlp_multipliers short_factor ssm_multipliers"),
         (LIMITS, "time_step_limit"),
         (SIZE_OR_AUTO, "mamba_d_head"),
+        (
+            HEADS,
+            "linear_num_key_heads linear_num_value_heads mamba_n_groups mamba_n_heads mamba_num_heads "
+            "multi_query_group_num n_groups n_head n_heads num_attention_heads num_global_key_value_heads num_heads "
+            "num_key_value_heads num_kv_heads",
+        ),
+        (EXPERTS, "moe_num_experts n_routed_experts num_experts num_local_experts"),
+        (LETTERS, "hybrid_override_pattern"),
     )
     for name in names.split()
 }
@@ -284,7 +296,13 @@ def as_many(given: Sequence[T] | None, default: Sequence[T], name: str) -> Seque
 def step_limits(config: Config) -> tuple[float, float]:
     """Between which the steps of Mamba layers are kept."""
     least, most = as_many(config.get("time_step_limit"), (0.0, math.inf), "time_step_limit")
-    return least, math.inf if most == INFINITY else most
+    limits = [math.inf if limit == INFINITY else limit for limit in (least, most)]
+    if not 0 <= limits[0] < limits[1]:
+        raise ValueError(
+            f"config.json says time_step_limit {limits}, which must be a number from 0 and a larger one: "
+            "download it again"
+        )
+    return limits[0], limits[1]
 
 
 def mixture(config: Config, *, width: int) -> Moe:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.scheduling import checkpoints
 from router.scheduling.prefix_cache import BlockPool
 from router.scheduling.prefix_index import TierIndex
 from router.scheduling.prefix_moves import TierSizes
 from router.scheduling.request import PrefixKeys, Scheduled, ValidRequest
 from router.scheduling.scheduler import Scheduler
-from tests.router.doubles import make_limits
+from tests.router.doubles import make_limits, with_states
 
 
 def test_blocks_go_out_once_and_come_back() -> None:
@@ -167,3 +171,34 @@ def test_what_is_saved_is_what_was_computed_though_states_are_kept_over_it() -> 
             scheduler.computed(plan)
         entry.is_over = True
     assert len(saved) >= 2  # the first prompt's block, and the states behind it
+
+
+def test_places_without_states_cost_one_name_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+
+    def counted(data: bytes, **settings: Any) -> Any:
+        made.append(data)
+        return blake2b(data, **settings)
+
+    monkeypatch.setattr(checkpoints, "blake2b", counted)
+    keys = [place.to_bytes(16, "little") for place in range(1024)]
+    assert 0 == checkpoints.States(distance=4, size=200).deepest(keys, len(keys), lambda key: False)
+    assert len(made) == 1024 // 4
+
+
+# -------------------------------------------------------------------------------------------------------- windows
+
+
+def test_nothing_is_copied_of_a_sequence_that_a_step_has_lost() -> None:
+    windows = with_states((1, 1, 1, 64), 16)
+    scheduler = Scheduler[Scheduled](make_limits(max_batch_total_tokens=256, prefix_caching=True, **windows))
+    entry = Scheduled(scheduler.new_id(), ValidRequest([1] * 40, 4))
+    scheduler.add(entry)
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.add_again(scheduler.failed(plan))
+    plan = scheduler.plan()
+    assert plan is not None and plan.admitted and not plan.copies
+    scheduler.computed(plan)
+    plan = scheduler.plan()
+    assert plan is not None and {entry.id} == {copy.sequence for copy in plan.copies}

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from server.arch import families
-from server.arch.families.hf_config import FIELDS, MOST_DEPTH, OBJECT, checked
+from server.arch.families.hf_config import FIELDS, INFINITY, MOST_DEPTH, OBJECT, checked
 from tests.server.published import BAICHUAN, CHATGLM
 from tests.server.tiny import CASES, COMMON
 from tests.test_architecture import sources
@@ -82,11 +82,15 @@ def test_the_longest_sequence_is_what_the_positions_reach(case: str, fields: dic
         ({"max_position_embeddings": 2**33}, "max_position_embeddings 8589934592, which must be .* from 2 to"),
         ({"model_type": []}, r"config\.json says model_type \[\], which must be a text: download it again"),
         ({"hidden_size": "64"}, "hidden_size '64', which must be a whole number from 1 to"),
+        (
+            {"num_attention_heads": 10**9},
+            "num_attention_heads 1000000000, which must be a whole number from 1 to 65536",
+        ),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, which must be a whole number from 1 to 10000"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no', which must be true or false"),
         ({"rms_norm_eps": [1]}, r"rms_norm_eps \[1\], which must be a number above 0"),
         ({"rope_scaling": {"factor": "two"}}, "rope_scaling.factor 'two', which must be a number above 0"),
-        ({"layer_types": 3}, "layer_types 3, which must be a list of texts"),
+        ({"layer_types": 3}, "layer_types 3, which must be a list of at most 10000 texts"),
         ({"hidden_act": ["silu"] * 99}, "…, which must be a text"),
         ({"hidden_size": None}, "config.json lacks the key 'hidden_size', which llama models have: download it again"),
     ],
@@ -158,6 +162,39 @@ def test_the_old_form_of_a_rotation_may_stand_beside_the_new_one() -> None:
 def test_experts_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         families.find(config_of("glm4_moe") | fields)
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "sentence"),
+    [
+        ("llama", {"num_key_value_heads": 3}, "says 8 attention heads for 3 key-value heads"),
+        ("llama", {"num_key_value_heads": 16}, "says 8 attention heads for 16 key-value heads"),
+        ("gemma4", {"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "8 attention heads for 3 key-value heads"),
+        ("mamba2", {"n_groups": 3}, "says 8 Mamba heads in 3 groups"),
+        ("mamba2", {"n_groups": 16}, "says 8 Mamba heads in 16 groups"),
+        (
+            "llama",
+            {"head_dim": 7},
+            "says that 7 features of a head are rotated, which must be an even number from 2 to",
+        ),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "says that 7 features of a head are rotated"),
+        ("stablelm", {"rope_parameters": None, "partial_rotary_factor": 2.0}, "an even number from 2 to 8"),
+        ("qwen3_5", {"rope_parameters": None, "partial_rotary_factor": 1e-9}, "says that 0 features of a head"),
+        (
+            "phi3-longrope",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+            "has 1 `short_factor` and 4 `long_factor` for 4 pairs of features",
+        ),
+        ("mamba2", {"time_step_limit": [INFINITY, INFINITY]}, r"time_step_limit \[inf, inf\], which must be a number"),
+        ("mamba2", {"time_step_limit": [2.0, 1.0]}, "from 0 and a larger one"),
+        ("nemotron_h", {"layers_block_type": ["mamba"] * 10_001}, "must be a list of at most 10000 texts"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M" * 10**7}, "of 1 to 10000 letters"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": ""}, "a text of 1 to 10000 letters"),
+    ],
+)
+def test_what_kernels_could_not_compute_is_refused(case: str, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=rf"^config\.json .*{sentence}.*: download it again$"):
+        families.find(config_of(case) | fields)
 
 
 @pytest.mark.parametrize(

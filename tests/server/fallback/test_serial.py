@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmark.cost.shapes import write_word_tokenizer
@@ -97,6 +100,66 @@ def test_what_nobody_knows_is_refused_with_the_list(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"gptj"', '"quantum"'))
     with pytest.raises(ValueError, match=r"transformers cannot load it either .*quantum.* served are: .*bloom.*t5"):
         load(shard_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_hidden_layers": 0}, "says num_hidden_layers 0, which must be a whole number from 1 to 10000"),
+        ({"num_hidden_layers": 10**9}, "says num_hidden_layers 1000000000, which must be a whole number from 1 to 1"),
+        ({"num_labels": 10**9}, "says num_labels 1000000000, which must be at most 65536"),
+        ({"max_position_embeddings": -1}, "says max_position_embeddings -1, which must be a whole number from 2 to"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings 1000000000000, which must be a whole number"),
+        ({"hidden_size": 32}, "its tensors have other shapes than config.json says: download it again"),
+        ({"hidden_act": "loud"}, "it knows no 'loud'"),
+        ({"num_attention_heads": "8"}, "'num_attention_heads': TypeError: "),
+    ],
+)
+def test_a_config_that_transformers_fails_at_is_refused_in_a_sentence(
+    tmp_path: Path, fields: dict[str, Any], sentence: str
+) -> None:
+    save("nemotron", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match=f"transformers cannot load it either .*{sentence}"):
+        load(shard_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "said"),
+    [
+        ("nemotron", {"return_dict": False}, "'tuple' object has no attribute"),
+        ("vaultgemma", {"sliding_window": -1}, ""),
+        ("vaultgemma", {"sliding_window": None}, "'NoneType' object cannot be interpreted as an integer"),
+    ],
+)
+def test_a_config_that_its_model_fails_at_is_refused_before_warming_up(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], said: str
+) -> None:
+    save(model_type, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(ValueError, match=rf"fails at what config.json says of it \({said}.*\): download it again$"):
+        load(shard_config(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["nemotron", "gptj"])
+def test_tensors_that_are_missing_are_not_made_up(tmp_path: Path, model_type: str) -> None:
+    save(model_type, tmp_path)
+    path = tmp_path / "model.safetensors"
+    name, *others = sorted(tensors := load_file(path))
+    save_file({other: tensors[other] for other in others}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"the checkpoint lacks 1 tensors, such as {re.escape(name)}: download it"):
+        load(shard_config(tmp_path))
+
+
+def test_a_checkpoint_does_not_say_whose_code_attends(tmp_path: Path) -> None:
+    save("nemotron", tmp_path)
+    before = generate(engine_of(tmp_path), prompts())[0].tokens
+    path = tmp_path / "config.json"
+    asked = {"_attn_implementation": "someone/kernels", "attn_implementation": "someone/kernels"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | asked))
+    assert before == generate(engine_of(tmp_path), prompts())[0].tokens
 
 
 def test_a_quantised_checkpoint_is_left_to_transformers(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_a_ring_is_there_where_it_saves_half_at_least() -> None:
     assert ring_for(4096, prefill_tokens=4096, total_tokens=2 * 289 * BLOCK_SIZE - BLOCK_SIZE) is None
     assert Ring(256, 512) == ring_for(4096, prefill_tokens=4096, total_tokens=2 * 289 * BLOCK_SIZE)
     assert ring_for(0, prefill_tokens=4096, total_tokens=32768) is None
+    assert Ring(1, 512) == ring_for(1, prefill_tokens=4096, total_tokens=32768)  # 0 blocks say that there are no rings
 
 
 def test_copies_of_a_stage_without_rings_do_nothing() -> None:
