@@ -254,8 +254,6 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_hidden_layers": 1}, "auto"),
     ("gpt_oss", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}, "auto"),
     ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, "auto"),
-    ("mamba2", {"num_hidden_layers": 2}, "auto"),
-    ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "auto"),
     ("bloom", {"n_layer": 1, "n_head": 2}, "int8"),
     ("glm4_moe", {"num_hidden_layers": 2}, "auto"),  # sigmoids in groups, a shared expert
     ("olmo2", {"num_hidden_layers": 2}, "auto"),  # norms of rows and of outputs
