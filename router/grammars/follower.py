@@ -3,7 +3,8 @@
 Matchers run in one process for all texts, at the lowest priority (`__main__.py`). A text is its grammar and its tokens:
 a process that dies or hangs is replaced, and the new one is told every text. A process exits where one text takes too
 long, and reports it: that text fails alone. Where it could not report, a text that an answer was expected for fails
-the second time; a process that was killed or stopped from outside counts against a text only after many times.
+the second time; a process that was killed or stopped from outside counts against a text only after many times. No
+answer is waited for longer than `WAIT_S`.
 
 Left out: whether a grammar is valid, which is checked before, in another process (`compiler.py`).
 """
@@ -21,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from host.process import end_with_parent
-from router.errors import GenerationError
+from router.errors import GenerationError, Unavailable
 from router.sandbox import MOST_ANSWER_BYTES, pool
 from router.sandbox.pool import PATIENCE, ROOT
 from router.scheduling.grammar import CompiledGrammar, Continuation, Match, OnAnswer
@@ -32,6 +33,7 @@ START_S = 60.0  # for a process to read the tokenizer, at the lowest priority
 PAUSE_S = 1.0  # before another is started, where one has ended before it was ready
 MOST_DEATHS = 2  # of processes while a text was waited for, after which the text fails
 MOST_KILLS = 8  # likewise, from outside: the system may kill them for their memory
+WAIT_S = 300.0  # for an answer, whatever happens meanwhile
 LOOK_S = 1.0  # between checks whether the process is stopped or silent
 
 logger = logging.getLogger(__name__)
@@ -45,9 +47,14 @@ class _Text:
         self.grammar = grammar.grammar
         self.tokens = list(grammar.first.forced)
         self.on_answer = on_answer
-        self.is_asked = False  # an answer is waited for
+        self.given_up: asyncio.TimerHandle | None = None  # where an answer is waited for
         self.num_deaths = self.num_kills = 0
         self._follower = follower
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an answer is waited for."""
+        return self.given_up is not None
 
     def advance(self, token_id: int) -> None:
         """See `Match`."""
@@ -93,7 +100,8 @@ class Follower:
         """See `Matching`."""
         text = _Text(self, next(self._keys), grammar, on_answer)
         if known:
-            text.tokens, text.is_asked = list(known), True
+            text.tokens = list(known)
+            self._expect(text)
         self._texts[text.key] = text
         self.start()
         self._order(text.begin_order())
@@ -101,13 +109,29 @@ class Follower:
 
     def ask(self, text: _Text, token_id: int) -> None:
         """Order an answer to a token."""
-        text.is_asked = True
+        self._expect(text)
         self._order({"key": text.key, "token": token_id})
 
     def end(self, text: _Text) -> None:
         """Follow the text no longer."""
+        self._expect_nothing(text)
         if self._texts.pop(text.key, None) is not None:
             self._order({"key": text.key, "end": True})
+
+    def _expect(self, text: _Text) -> None:
+        """Wait for an answer, but not for ever."""
+        self._expect_nothing(text)
+        text.given_up = asyncio.get_running_loop().call_later(WAIT_S, self._give_up, text)
+
+    @staticmethod
+    def _expect_nothing(text: _Text) -> None:
+        if text.given_up is not None:
+            text.given_up.cancel()
+            text.given_up = None
+
+    def _give_up(self, text: _Text) -> None:
+        self.end(text)
+        text.on_answer(Unavailable(f"What its grammar allows next was not known within {WAIT_S:g} s: send it again"))
 
     async def close(self) -> None:
         """End the process."""
@@ -163,7 +187,7 @@ class Follower:
     async def _serve(self, process: Process) -> None:
         """Order all texts and dispatch the answers until the process ends."""
         assert process.stdout is not None
-        self._is_ready = await self._starts(process.stdout)
+        self._is_ready = await self._starts(process.pid, process.stdout)
         if not self._is_ready:
             return
         self._process = process
@@ -194,13 +218,14 @@ class Follower:
                 return
 
     @staticmethod
-    async def _starts(answers: asyncio.StreamReader) -> bool:
-        """Whether a process is ready in time."""
-        try:
-            async with asyncio.timeout(START_S):
-                return bool(await answers.readline())
-        except TimeoutError:
-            return False
+    async def _starts(pid: int, answers: asyncio.StreamReader) -> bool:
+        """Whether a process becomes ready; where only the cores are busy, however late."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(START_S):
+                    return bool(await answers.readline())
+            if not pool.is_busy(pid):
+                return False
 
     def _answer(self, answer: dict[str, Any]) -> None:
         self._late = answer.get("late", self._late)
@@ -209,7 +234,8 @@ class Follower:
         if text is None:  # it has ended, or the line is a sign of life
             return
         found = failure(answer["error"]) if "error" in answer else Continuation.read(answer)
-        text.is_asked, text.num_deaths, text.num_kills = False, 0, 0
+        self._expect_nothing(text)
+        text.num_deaths = text.num_kills = 0
         if isinstance(found, Continuation):
             text.tokens += found.forced
         text.on_answer(found)

@@ -4,10 +4,11 @@ A chat template that loops for ever, or a grammar whose automaton explodes, woul
 stream; a thread can neither be bounded nor ended. A process can: the fork server (`__main__.py`) has imported all that
 is needed and forks a child whenever one is wanted, and a child that exceeds its time is killed. Each child has a
 connection of its own, which ends with it, so that no answer reaches the wrong task. API keys take turns
-(`workers.py`), and a caller that is cancelled ends the child that works for it.
+(`workers.py`), and a caller that is cancelled ends the child that works for it. Nobody waits longer than `WAIT_S`.
 
 A child that ends by itself has exceeded a bound of its task. One that was killed or stopped from outside says nothing
-about the task: it is done once more by a fresh child, and then refused with 503.
+about the task: it is done once more by a fresh child, and then refused with 503. A fork server that is late only
+because the cores are busy is left alone: another one would begin anew, and be no sooner ready.
 
 Left out: which tasks there are (such as those of `tasks.py`). Nothing is started before `warm_up` or the first task.
 """
@@ -23,7 +24,7 @@ import socket
 import subprocess
 import sys
 from asyncio import StreamReader, StreamWriter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ PATIENCE = 10  # times the seconds of a task that it may take where it gets no t
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 START_S = 60.0  # for a fork server to import what its children work with, at the lowest priority
 FORK_S = 10.0  # for it to fork a child once it has
+BUSY_S = 60.0  # of CPU time, after which a fork server that still runs is taken for one that would for ever
+WAIT_S = 120.0  # for a place, a process and an answer together
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # also the OOM killer's
 STOPPED = {"T", "t"}  # by a signal, by a debugger
+BUSY = {"R", "D"}  # on the cores or waiting for one, waiting for a disk
 
 
 class _Lost(Exception):
@@ -81,8 +85,11 @@ class Sandbox:
 
         owner: whose task it is, where keys share the server.
         """
-        async with self._place(owner):
-            answer = await self._answer({"task": task, **arguments})
+        try:
+            async with asyncio.timeout(WAIT_S), self._place(owner):
+                answer = await self._answer({"task": task, **arguments})
+        except TimeoutError:
+            raise _unavailable(_Lost(f"no process had done it within {WAIT_S:g} s")) from None
         if "error" in answer:
             raise TaskError(answer["error"])
         return answer["result"]
@@ -139,14 +146,18 @@ class Sandbox:
         return self._fork_server
 
     async def _forked_by(self, fork_server: _ForkServer) -> _Child:
-        """A child that is ready. Raises _Lost, and then ends the fork server, which has failed."""
+        """A child that is ready. Raises _Lost, and then ends the fork server if it has failed."""
         seconds = FORK_S if fork_server.has_forked else START_S
         try:
             async with asyncio.timeout(seconds):
                 child = await fork_server.fork()
-        except (TimeoutError, _Lost) as error:
+        except _Lost:
             self._end_fork_server(fork_server)
-            raise _Lost(str(error) or f"no process for it came within {seconds:g} s") from None
+            raise
+        except TimeoutError:
+            if not is_busy(fork_server.process.pid):
+                self._end_fork_server(fork_server)
+            raise _Lost(f"no process for it came within {seconds:g} s") from None
         self._children.add(child)
         return child
 
@@ -282,8 +293,7 @@ class _Child:
 
     def cpu_seconds(self) -> float:
         """CPU time that it has had; infinity where that is not known."""
-        fields = _fields_of(self.pid)
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND if fields else math.inf
+        return _cpu_seconds(_fields_of(self.pid))
 
     def is_stopped(self) -> bool:
         """Whether it was stopped by a signal."""
@@ -310,6 +320,16 @@ def is_stopped(pid: int | None) -> bool:
     """Whether a process was stopped by a signal or a debugger."""
     fields = _fields_of(pid)
     return bool(fields) and fields[0] in STOPPED
+
+
+def is_busy(pid: int) -> bool:
+    """Whether a process that is late still works at what it was started for, or would if the cores were free."""
+    fields = _fields_of(pid)
+    return bool(fields) and fields[0] in BUSY and _cpu_seconds(fields) < BUSY_S
+
+
+def _cpu_seconds(fields: Sequence[str]) -> float:
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND if fields else math.inf
 
 
 def _fields_of(pid: int | None) -> list[str]:

@@ -165,9 +165,10 @@ class ShardGroup:
     async def _examine(self, watch: StepWatch, age: float) -> None:
         """A step takes long. Lose the group if a rank is silent, or if the step is late for its size."""
         client, step, since = self._client, watch.num_answered, self._clock()
-        rank = await client.silent(PROBE_S)
+        probe_s = PROBE_S * watch.patience
+        rank = await client.silent(probe_s)
         took = self._clock() - since
-        if took > PROBE_S + 2 * TICK_S:
+        if took > probe_s + 2 * TICK_S:
             return  # this process did not run either, so silence says nothing of the ranks
         cause = "it does not answer"
         age += took
@@ -180,6 +181,7 @@ class ShardGroup:
                 rank = error.rank
             cause = "it answers, but its step does not end"
         if rank is not None and self._loss is None and (client, step) == (self._client, watch.num_answered):
+            watch.is_given_up = True
             self._lose(ShardError(rank, f"{cause}: a step has taken {age:.1f} s"))
 
     def noticed(self) -> None:
@@ -312,12 +314,18 @@ class StepWatch:
     of two of the tokens computed, because a step with a long chunk takes a hundred times as long as one that decodes;
     of a size that has not come yet, the next larger one says how long, or a smaller one in proportion. The age of a
     step counts the time that this process was awake: where the whole machine stood still, nothing is late. Nor is a
-    step late whose weights still come from a disk, however slowly. Arithmetic alone, without a clock.
+    step late whose weights still come from a disk, however slowly. Shards in the place of some that were late have
+    twice their patience until they have answered `SAMPLES` steps: where busy cores make every step late, other shards
+    would be late for ever. Arithmetic alone, without a clock.
     """
 
     def __init__(self, before: StepWatch | None = None) -> None:
         """before: of the shards in whose place others are; steps take what they took."""
         self.num_answered = 0
+        self.is_given_up = False  # the oldest step was not waited for any longer
+        self.patience = 1.0  # times what a step may take, and the sign of life of a rank
+        if before is not None and before.is_given_up:
+            self.patience = min(2.0 * before.patience, MOST_S / FLOOR_S)
         self._sizes: deque[int] = deque()  # of the steps under way
         self._began_at = 0.0  # when the oldest could begin: it was sent, and the one before it answered
         self._asleep = 0.0  # of the time since, seconds that this process did not run
@@ -336,6 +344,8 @@ class StepWatch:
     def received(self, now: float) -> None:
         """The oldest step has been answered."""
         self.num_answered += 1
+        if self.num_answered == SAMPLES:
+            self.patience = 1.0
         size = self._sizes.popleft()
         times = self._times.get(size)
         if times is None:
@@ -351,7 +361,7 @@ class StepWatch:
 
     def is_late(self, age: float) -> bool:
         """Whether the oldest step may not be so old."""
-        return bool(self._sizes) and age > self._deadline(self._sizes[0])
+        return bool(self._sizes) and age > self.patience * self._deadline(self._sizes[0])
 
     def is_reading(self, read_bytes: int, now: float) -> bool:
         """Whether weights have come from a disk of late. read_bytes: since the shards' start. For a late step."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from router.errors import GenerationError, RouterError, ValidationError
+from router.errors import GenerationError, RouterError, Unavailable, ValidationError
 from router.grammars import follower as followers
 from router.grammars.compiler import MOST_KEPT, Compiler
 from router.grammars.follower import Follower
@@ -286,6 +286,38 @@ async def test_what_nobody_expected_of_a_process_ends_no_text(monkeypatch: pytes
         await go_on(reader, 3)
         assert alone(3) == reader.tokens
         assert not faults and failures >= 5
+
+
+async def test_nobody_waits_for_ever_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following() as follower:
+        lost, other = Reader(follower, compiled()), Reader(follower, compiled())
+        await asyncio.gather(go_on(lost, 1), go_on(other, 1))
+        monkeypatch.setattr(followers, "WAIT_S", 0.2)
+        with monkeypatch.context() as patch:
+            patch.setattr(follower, "_order", lambda order: None)  # nobody is told, so nobody answers
+            lost.advance()
+        answer = await asyncio.wait_for(lost.answers.get(), 60)
+        assert isinstance(answer, Unavailable) and "within 0.2 s: send it again" in str(answer)
+        monkeypatch.setattr(followers, "WAIT_S", 60.0)
+        await go_on(other, 3)
+        assert alone(4) == other.tokens
+
+
+async def test_a_process_that_only_lacks_time_on_the_cores_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "START_S", 0.01)
+    monkeypatch.setattr(followers.pool, "is_busy", lambda pid: True)
+    started = []
+    start = asyncio.create_subprocess_exec
+
+    async def starting(*arguments: Any, **options: Any) -> Any:
+        started.append(arguments)
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", starting)
+    async with following() as follower:
+        reader = Reader(follower, compiled())
+        await go_on(reader, 1)
+        assert 1 == len(started)
 
 
 async def test_a_text_that_leaves_its_grammar_fails_alone() -> None:

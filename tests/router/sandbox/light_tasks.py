@@ -22,5 +22,6 @@ def spin(seconds: float) -> str:
 
 
 def tasks(argument: str) -> Mapping[str, Task]:
-    """All of them by name."""
+    """All of them by name. argument: CPU seconds that it takes until they are there, if any."""
+    spin(float(argument or 0))
     return {"repeat": repeat, "spin": spin}

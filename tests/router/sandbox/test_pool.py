@@ -22,6 +22,7 @@ from tests.running import is_alive
 LIGHT = ("tests.router.sandbox.light_tasks", "")
 CHATS = ("router.sandbox.tasks", "")
 ENDLESS = 1e9
+LIVENESS_S = 60.0
 
 
 def hello(pool: Sandbox, owner: str = "") -> Awaitable[str]:
@@ -176,6 +177,45 @@ async def test_a_fork_server_that_somebody_stops_or_kills_is_replaced(monkeypatc
             os.kill(child, signal.SIGKILL)
             assert "Hello" == await hello(pool)
             assert fork_server != processes(pool)[0] and not is_alive(fork_server)
+
+
+async def test_a_fork_server_that_only_lacks_time_on_the_cores_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited for it too long is refused, but the next need not wait for it from its beginning."""
+    monkeypatch.setattr("router.sandbox.pool.START_S", 0.1)
+    pool, answer, refused = Sandbox(2, tasks=(LIGHT[0], "1.5")), "", 0
+    try:
+        async with asyncio.timeout(LIVENESS_S):
+            while not answer:
+                try:
+                    answer = await hello(pool)
+                except Unavailable:
+                    refused += 1
+    finally:
+        await pool.close()
+    assert "Hello" == answer and refused
+
+
+async def test_a_fork_server_that_works_for_ever_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sandbox.pool.START_S", 0.1)
+    monkeypatch.setattr("router.sandbox.pool.BUSY_S", 0.0)
+    pool = Sandbox(1, tasks=(LIGHT[0], str(ENDLESS)))
+    try:
+        with pytest.raises(Unavailable, match=r"no process for it came within 0\.1 s: send it again"):
+            await hello(pool)
+        assert pool._fork_server is not None and not pool._fork_server.is_alive
+    finally:
+        await pool.close()
+
+
+async def test_nobody_waits_for_ever_for_a_place_or_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sandbox(seconds=100.0) as pool:
+        monkeypatch.setattr("router.sandbox.pool.WAIT_S", 0.2)
+        async with asyncio.timeout(LIVENESS_S):
+            for refused in asyncio.as_completed([spin(pool), hello(pool), hello(pool)]):
+                with pytest.raises(Unavailable, match=r"no process had done it within 0\.2 s: send it again"):
+                    await refused
+        monkeypatch.undo()
+        assert "Hello" == await hello(pool)
 
 
 async def test_nothing_is_left_of_many_births_and_ends() -> None:

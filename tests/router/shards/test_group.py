@@ -74,8 +74,10 @@ def test_a_rank_that_gives_no_sign_of_life_is_lost(tmp_path: Path) -> None:
 
 def test_where_all_answer_a_late_step_is_the_laggards_fault(tmp_path: Path) -> None:
     looked_at(Ranks(laggard=1), tmp_path, age=FLOOR_S - 0.5).check()
+    late = looked_at(Ranks(laggard=1), tmp_path, age=FLOOR_S)
     with pytest.raises(ShardError, match="shard 1: it answers, but its step does not end"):
-        looked_at(Ranks(laggard=1), tmp_path, age=FLOOR_S).check()
+        late.check()
+    assert late._watch.is_given_up
 
 
 def test_a_late_step_whose_weights_still_come_is_not_lost(tmp_path: Path) -> None:

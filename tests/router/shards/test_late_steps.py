@@ -119,3 +119,18 @@ def test_steps_of_later_shards_take_what_they_took_before() -> None:
     watch = StepWatch(before)
     watch.sent(1, 200.0)
     assert (False, True) == (watch.is_late(4.9), watch.is_late(5.1))
+
+
+def test_shards_in_the_place_of_late_ones_have_twice_their_patience_for_a_while() -> None:
+    """Or every step would be late for ever on cores so busy that it takes longer than `FLOOR_S`."""
+    watch, now = StepWatch(), 0.0
+    for patience in (1, 2, 4):
+        now = took(watch, 0, [0.01] * 50, start=now)
+        watch.sent(0, now)
+        assert patience * FLOOR_S + TICK_S == pytest.approx(late_after(watch, now, 100.0), abs=TICK_S)
+        watch.is_given_up = True
+        watch = StepWatch(watch)
+    now = took(watch, 0, [0.01] * SAMPLES, start=now)
+    for later in (watch, StepWatch(watch)):  # which were lost for another reason
+        later.sent(0, now)
+        assert FLOOR_S + TICK_S == pytest.approx(late_after(later, now, 100.0), abs=TICK_S)
