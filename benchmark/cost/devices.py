@@ -202,7 +202,7 @@ def kept_bytes(served: ServedModel, prefill_tokens: int, total_tokens: int) -> t
         return served.kept_bytes // ranks or kept_state_bytes(states), states
     ringed = sum(num_bytes for window, num_bytes in by_window.items() if window) // ranks
     # Where all layers have rings, blocks are as large as one layer's and hold copies.
-    paged = by_window[0] if 0 in by_window else served.kept_bytes // spec.num_layers
+    paged = by_window[0] if 0 in by_window else served.kept_bytes // sum(map(bool, map(spec.cached, spec.layers)))
     return paged // ranks, BLOCK_SIZE * ring.num_blocks * ringed
 
 

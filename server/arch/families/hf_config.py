@@ -130,7 +130,8 @@ FIELDS: dict[str, Kind] = {
             "layernorm_epsilon lm_head_multiplier logit_scale logits_scaling long_mscale low_freq_factor norm_eps "
             "norm_epsilon partial_rotary_factor query_pre_attn_scalar residual_multiplier rms_norm_eps "
             "rope_local_base_freq rope_ratio rope_theta rotary_emb_base rotary_pct route_scale routed_scaling_factor "
-            "short_mscale ssm_in_multiplier ssm_out_multiplier swiglu_alpha swiglu_limit time_step_min",
+            "short_mscale ssm_in_multiplier ssm_out_multiplier swiglu_alpha swiglu_limit time_step_min "
+            "mamba_dt_min",
         ),
         (
             FLAG,

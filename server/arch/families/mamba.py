@@ -114,15 +114,16 @@ def _mixture(config: Config, act: str) -> Moe:
 
 
 def _mamba_of_nemotron(config: Config, eps: float) -> Mamba2:
+    """Where config.json has both of two names, transformers takes the one that begins with `mamba`."""
     return Mamba2(
         num_heads=config["mamba_num_heads"],
         num_groups=config["n_groups"],
         head_dim=config["mamba_head_dim"],
         key_dim=config["ssm_state_size"],
-        conv=config.get("conv_kernel", 4),
+        conv=config.get("mamba_d_conv") or config.get("conv_kernel", 4),
         eps=eps,
-        conv_bias=config.get("use_conv_bias", True),
+        conv_bias=config.get("mamba_conv_bias", config.get("use_conv_bias", True)),
         bias=config.get("use_bias", False),
-        least_step=config.get("time_step_min", 0.001),
+        least_step=config.get("mamba_dt_min", config.get("time_step_min", 0.001)),
         most_step=math.inf,
     )
