@@ -306,7 +306,7 @@ async def test_nobody_waits_for_ever_for_an_answer(monkeypatch: pytest.MonkeyPat
 async def test_a_process_that_only_lacks_time_on_the_cores_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers, "START_S", 0.01)
     monkeypatch.setattr(followers.pool, "is_busy", lambda pid: True)
-    started = []
+    started: list[Any] = []
     start = asyncio.create_subprocess_exec
 
     async def starting(*arguments: Any, **options: Any) -> Any:
