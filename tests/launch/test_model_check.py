@@ -29,6 +29,7 @@ from tests.server.tiny import CASES
 
 CASE_OF = {kind: case for case, (kind, _) in CASES.items()} | {name: name for name in PUBLISHED}
 CASE_OF["kimi_k2"] = "deepseek_v3"
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_global_key_value_heads")
 IMAGES = {"vision_config": {}, "text_config": LLAMA}
 # What transformers knows, or does not, and which settings are given.
 ELSEWHERE: list[tuple[dict[str, Any], list[str]]] = [
@@ -90,9 +91,11 @@ def test_every_family_is_served_or_refused_as_by_the_start(kind: str, tmp_path: 
     agree(tmp_path, "--rope-scaling", "linear", "--rope-factor", "2")
     assert "and each stage needs one" in agree(tmp_path, "--pipeline-parallel", "8")
     heads = next(name for name in ("num_attention_heads", "n_head", "n_heads", "num_heads") if name in config)
-    folder_with(config | {heads: 9, "head_dim": 8, "d_model": 72, "n_embd": 72, "hidden_size": 72}, tmp_path)
+    nine = {key: 9 for key in (heads, *KV_HEADS) if config.get(key)}
+    folder_with(config | nine | {"head_dim": 8, "d_model": 72, "n_embd": 72, "hidden_size": 72}, tmp_path)
     refused = agree(tmp_path, "--num-shard", "2")
-    assert re.search("the model has 9 .*heads.*, which --num-shard 2 does not divide", refused)
+    of_itself = "config.json says 9 (Mamba|attention) heads (in|for) 2 .*: download it again"
+    assert re.search(f"the model has 9 .*heads.*, which --num-shard 2 does not divide|{of_itself}", refused)
     folder_with(config | {heads: "nine"}, tmp_path)
     assert "'nine', which must be a whole number" in agree(tmp_path)
 
@@ -121,7 +124,15 @@ def test_formats_that_are_asked_for_are_those_of_the_start(
 def test_what_transformers_runs_or_does_not_is_told_as_by_the_start(
     config: dict[str, Any], words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    small = {"hidden_size": 64, "n_embd": 64, "n_layer": 2, "d_model": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    small = {
+        "hidden_size": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "rotary_dim": 4,
+        "d_model": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+    }
     folder_with(small | config, tmp_path)
     if config.get("model_type") in ("mllama", "llama4", "gemma3"):  # which are large without all of their sizes
         found = check(["--model-id", str(tmp_path), "--random-weights"])
