@@ -1,4 +1,4 @@
-"""Recurrent layers in attention's place: the projections around a recurrence, and this rank's part of them.
+"""Recurrent layers, in attention's place or beside it: projections around a recurrence, and a rank's part of them.
 
 A sequence's state is a row of the layer's cache [rows, W] float32, W being `Recurrence.state_size`. Of a gated delta
 rule, heads are divided over the ranks by those of keys, each with the heads of values that share it; of a short

@@ -15,14 +15,11 @@ from server.arch.families import (
     chatglm,
     deepseek,
     falcon,
-    falcon_h1,
     gemma,
     gpt2,
     gpt_neox,
     gpt_oss,
-    lfm2,
     llama,
-    mamba,
     mistral,
     mpt,
     opt,
@@ -33,6 +30,7 @@ from server.arch.families import (
     t5,
 )
 from server.arch.families.hf_config import checked
+from server.arch.families.hybrids import falcon_h1, lfm2, mamba
 from server.arch.families.variants import (
     afmoe,
     arcee,
