@@ -140,6 +140,17 @@ def answers_and_metrics(
         return asyncio.run(all_answers(server, requests, num_kills)), server.metrics()
 
 
+def check_tokens_stay(own: Sequence[str], flags: Sequence[str], num_kills: int) -> None:
+    """A model of states or rings answers as ever where sequences are sent away and shards die. own: what it is."""
+    requests = requests_of(9, 5)
+    expected, _ = answers_and_metrics("reserve", requests, (*own, *flags, "--disable-prefix-caching"))
+    got, metrics = answers_and_metrics("demand", requests, (*own, *flags), num_kills=num_kills)
+    assert not [answer for answer in expected if "error" in answer]
+    assert expected == got
+    assert metrics["tgi_kv_preempted"] and not metrics["tgi_queue_size"]
+    assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"])
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tests.running import Server
 from tests.server import tiny
 from tests.server.conftest import DEMO
-from tests.system.test_kv_demand import answers_and_metrics, requests_of
+from tests.system.test_kv_demand import check_tokens_stay
 
 FLOAT32 = ("--dtype", "float32")
 DISTANCE = 32  # tokens between two places at which states are kept
@@ -49,14 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ids=["one shard", "two shards that die", "two stages that die"],
 )
 def test_who_is_sent_away_or_lost_gets_the_same_tokens(model: str, flags: tuple[str, ...], num_kills: int) -> None:
-    requests = requests_of(9, 5)
     own = ("--model-id", model, "--state-checkpoint-tokens", str(DISTANCE), "--max-batch-size", "12")
-    expected, _ = answers_and_metrics("reserve", requests, (*own, *flags, "--disable-prefix-caching"))
-    got, metrics = answers_and_metrics("demand", requests, (*own, *flags), num_kills=num_kills)
-    assert not [answer for answer in expected if "error" in answer]
-    assert expected == got
-    assert metrics["tgi_kv_preempted"] and not metrics["tgi_queue_size"]
-    assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"])
+    check_tokens_stay(own, flags, num_kills)
 
 
 def turn(server: Server, text: str) -> tuple[str, int, int]:

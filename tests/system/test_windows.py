@@ -14,7 +14,7 @@ import pytest
 from tests.running import Server
 from tests.server import tiny
 from tests.server.conftest import DEMO
-from tests.system.test_kv_demand import answers_and_metrics, requests_of
+from tests.system.test_kv_demand import check_tokens_stay
 from tests.system.test_states import ANSWER, FLOAT32, conversation
 
 DISTANCE = 64  # tokens between two places at which windows are kept
@@ -43,14 +43,8 @@ def made(name: str, folder: Path) -> str:
 def test_who_is_sent_away_or_lost_gets_the_same_tokens(
     tmp_path: Path, name: str, flags: tuple[str, ...], num_kills: int
 ) -> None:
-    requests = requests_of(9, 5)
     own = ("--model-id", made(name, tmp_path), *SHORT_STEPS, "--max-batch-size", "12")
-    expected, _ = answers_and_metrics("reserve", requests, (*own, *flags, "--disable-prefix-caching"))
-    got, metrics = answers_and_metrics("demand", requests, (*own, *flags), num_kills=num_kills)
-    assert not [answer for answer in expected if "error" in answer]
-    assert expected == got
-    assert metrics["tgi_kv_preempted"] and not metrics["tgi_queue_size"]
-    assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"])
+    check_tokens_stay(own, flags, num_kills)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.rest)])
