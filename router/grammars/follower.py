@@ -15,6 +15,8 @@ import asyncio
 import itertools
 import json
 import logging
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
@@ -176,8 +178,7 @@ class Follower:
             await self._serve(process)
         finally:
             self._process = None
-            with suppress(ProcessLookupError):
-                process.kill()
+            _kill(process)
             assert process.stdin is not None
             process.stdin.close()
             await process.wait()
@@ -213,8 +214,7 @@ class Follower:
             if self._is_hung or pool.is_stopped(process.pid):
                 cause = "it gave no sign of life for too long" if self._is_hung else "it was stopped by a signal"
                 logger.warning("ending the grammar process: %s", cause)
-                with suppress(ProcessLookupError):
-                    process.kill()
+                _kill(process)
                 return
 
     @staticmethod
@@ -255,6 +255,13 @@ class Follower:
         for text in failed:
             self.end(text)
             text.on_answer(failure("it takes too much time or memory"))
+
+
+def _kill(process: Process) -> None:
+    """Not by asyncio's `kill`: that looks first whether the process has ended, and its code is then lost to `wait`."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def failure(sentence: str) -> GenerationError:
