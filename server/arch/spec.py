@@ -48,6 +48,7 @@ class Residual(Enum):
 class Activation(Enum):
     """The function between the matrices of an mlp.
 
+    SIGMOID is no mlp's: it makes gates of other things.
     RELU_SQUARED is the square of what RELU gives (So et al. 2021, arXiv 2109.08668).
     CLAMPED_SWIGLU is of gated ones alone: g * sigmoid(1.702 g) * (u + 1), with g the gate of at most 7, and u the other
     half within ± 7 (OpenAI 2025, arXiv 2508.10925).
@@ -57,6 +58,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
     RELU_SQUARED = "relu_squared"
+    SIGMOID = "sigmoid"
     SILU = "silu"
     CLAMPED_SWIGLU = "clamped_swiglu"
 

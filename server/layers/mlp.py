@@ -15,7 +15,6 @@ from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Norm, RouterRule, Routing
-from server.backends.reference.router import sigmoid
 from server.checkpoint.experts import SeparateExperts, StackedExperts
 from server.checkpoint.weights import Weights
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
@@ -86,7 +85,7 @@ class MoeMlp:
         if self.shared is not None:
             activated = self.shared.up(x, self.shared.activation)
             if self.shared_gate is not None:
-                activated = activated * sigmoid(self.shared_gate(x, None))
+                activated = activated * self.shared_gate(x, None, Activation.SIGMOID)
             total = self.shared.down(activated, total)
         return total if base is None else base + total
 

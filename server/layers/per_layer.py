@@ -14,7 +14,6 @@ from torch import Tensor
 
 from server.arch.spec import ArchSpec, PerLayerInputs
 from server.backends.protocol import LinearFormat, Norm
-from server.backends.reference.linear import ACTIVATIONS
 from server.checkpoint.weights import Weights
 from server.layers.embedding import Embedding, vocab_rows
 from server.layers.linear import Matrix
@@ -62,7 +61,7 @@ class PerLayerBlock:
 
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
         """x [T, D] and inputs [T, layers, d], of this layer and of others → what is added, [T, D]."""
-        gated = ACTIVATIONS[self.kind.activation](self.gate(x, None)) * inputs[:, self.place]
+        gated = self.gate(x, None, self.kind.activation) * inputs[:, self.place]
         return self.norm(self.out(gated, None))
 
 

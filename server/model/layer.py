@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.spec import ArchSpec, KvHeads, LayerSpec, QueryScale, Residual, Rope
+from server.arch.spec import Activation, ArchSpec, KvHeads, LayerSpec, QueryScale, Residual, Rope
 from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
 from server.backends.reference.attention import rotate
 from server.layers.linear import Branch, ColumnLinear, Matrix, Projection, RowLinear
@@ -94,7 +94,7 @@ class AttentionBlock:
         meta = step.of(self.layer)
         attended = self.attention.self_attend(heads, kv, rotation, meta, self.layer.window).flatten(1)
         if self.gate is not None:
-            attended = attended * self.gate(x).sigmoid()
+            attended = attended * self.gate(x, Activation.SIGMOID)
         return attended if self.spec.attended_scale == 1.0 else attended * self.spec.attended_scale
 
     def _heads(self, x: Tensor, kv_heads: int) -> Tensor:

@@ -47,7 +47,7 @@ INLINE Floats log(Floats x) {
     return exponent * 0.693145751953125f + (2.0f * ratio + small);
 }
 
-enum Activation { NONE, GELU, GELU_TANH, RELU, SILU, CLAMPED_SWIGLU, RELU_SQUARED, NUM_ACTIVATIONS };
+enum Activation { NONE, GELU, GELU_TANH, RELU, SILU, CLAMPED_SWIGLU, RELU_SQUARED, SIGMOID, NUM_ACTIVATIONS };
 
 template <int KIND>
 INLINE Floats activate(Floats x) {
@@ -57,6 +57,7 @@ INLINE Floats activate(Floats x) {
         case GELU_TANH: return x / (1.0f + exp(x * (x * x * -0.07135481f - 1.59576912f)));
         case RELU: return max(x, Floats{});
         case RELU_SQUARED: x = max(x, Floats{}); return x * x;
+        case SIGMOID: return 1.0f / (1.0f + exp(-x));
         case SILU: return x / (1.0f + exp(-x));
         case CLAMPED_SWIGLU: x = min(x, all(7.0f)); return x / (1.0f + exp(-1.702f * x));
         default: return x;

@@ -31,6 +31,7 @@ ACTIVATIONS: dict[Activation | None, int] = {
     Activation.SILU: 4,
     Activation.CLAMPED_SWIGLU: 5,
     Activation.RELU_SQUARED: 6,
+    Activation.SIGMOID: 7,
 }
 LINE = 64  # bytes of a cache's line, of which a panel of codes has whole ones
 PANEL_ROWS = 32  # rows of the weight that are stored together; the last panel is filled up with zeros

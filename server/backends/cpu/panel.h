@@ -76,5 +76,5 @@ template <class Layer>
 constexpr decltype(&finish_tile<NONE, Layer>) FINISH[NUM_ACTIVATIONS] = {
     finish_tile<NONE, Layer>, finish_tile<GELU, Layer>, finish_tile<GELU_TANH, Layer>,
     finish_tile<RELU, Layer>, finish_tile<SILU, Layer>, finish_tile<CLAMPED_SWIGLU, Layer>,
-    finish_tile<RELU_SQUARED, Layer>,
+    finish_tile<RELU_SQUARED, Layer>, finish_tile<SIGMOID, Layer>,
 };

@@ -86,7 +86,7 @@ void gate_rows(const E* x, E* out, long tokens, long width, int threads) {
 template <class E>
 constexpr decltype(&gate_rows<NONE, E>) GATES[NUM_ACTIVATIONS] = {
     gate_rows<NONE, E>, gate_rows<GELU, E>, gate_rows<GELU_TANH, E>,      gate_rows<RELU, E>,
-    gate_rows<SILU, E>, gate_rows<CLAMPED_SWIGLU, E>, gate_rows<RELU_SQUARED, E>,
+    gate_rows<SILU, E>, gate_rows<CLAMPED_SWIGLU, E>, gate_rows<RELU_SQUARED, E>, gate_rows<SIGMOID, E>,
 };
 
 // out [T, F] = activation(x[:, :F]) * x[:, F:], x [T, 2 F].

@@ -255,6 +255,7 @@ ACTIVATIONS = {
     Activation.GELU_TANH: _gelu_tanh,
     Activation.RELU: _relu,
     Activation.RELU_SQUARED: _relu_squared,
+    Activation.SIGMOID: tl.sigmoid,
     Activation.SILU: _silu,
     Activation.CLAMPED_SWIGLU: _clamped_swish,
 }

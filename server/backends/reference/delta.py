@@ -15,6 +15,7 @@ from torch import Tensor
 
 from server.backends.protocol import DeltaWeights, StepMeta
 from server.backends.reference.convolution import convolve, groups, rows_of
+from server.backends.reference.functions import sigmoid, silu, softplus
 
 TINY = 1e-6  # below the sum of squares of a query or key
 
@@ -30,12 +31,12 @@ class StockDelta:
         kind = self._kind
         channels, gates = qkvz.split([kind.channels, kind.inner], dim=1)
         correction, fading = ba.float().chunk(2, dim=1)
-        kept = (-self._weights.decay * F.softplus(fading + self._weights.step_bias)).exp()
+        kept = (-self._weights.decay * softplus(fading + self._weights.step_bias)).exp()
         memories, past = state.split([kind.memory_size, kind.state_size - kind.memory_size], dim=1)
         inputs = (
-            *self._split(F.silu(convolve(channels, self._weights.conv, None, past, meta))),
+            *self._split(silu(convolve(channels, self._weights.conv, None, past, meta))),
             kept,
-            correction.sigmoid(),
+            sigmoid(correction),
         )
         read = torch.empty(len(qkvz), kind.num_heads, kind.value_dim, device=qkvz.device)
         for sequences, tokens, count in groups(meta):
@@ -76,4 +77,4 @@ class StockDelta:
     def _gated(self, read: Tensor, gates: Tensor) -> Tensor:
         """[T, N, v] normalised for each head, and multiplied by a function of its gates [T, N * v]."""
         normed = F.rms_norm(read, self._weights.norm.shape, self._weights.norm, self._weights.eps)
-        return normed.flatten(1) * F.silu(gates.float())
+        return normed.flatten(1) * silu(gates.float())

@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.device import alone
 from server.backends.protocol import SOFTMAX, LinearFormat, Norm, RouterRule
+from server.backends.reference.functions import gelu, gelu_tanh, sigmoid, silu
 from server.backends.reference.router import choose
 
 SIGMOID_SCALE, LIMIT = 1.702, 7.0  # of `Activation.CLAMPED_SWIGLU`
@@ -30,15 +30,16 @@ SIGMOID_SCALE, LIMIT = 1.702, 7.0  # of `Activation.CLAMPED_SWIGLU`
 
 def _clamped_swish(gate: Tensor) -> Tensor:
     gate = gate.clamp(max=LIMIT)
-    return gate * torch.sigmoid(SIGMOID_SCALE * gate)
+    return gate * sigmoid(SIGMOID_SCALE * gate)
 
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.GELU: gelu,
+    Activation.GELU_TANH: gelu_tanh,
     Activation.RELU: F.relu,
     Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
-    Activation.SILU: F.silu,
+    Activation.SIGMOID: sigmoid,
+    Activation.SILU: silu,
     Activation.CLAMPED_SWIGLU: _clamped_swish,
 }
 

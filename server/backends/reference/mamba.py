@@ -8,12 +8,12 @@ Shapes: T tokens in the step, n sequences that have L tokens each, N heads, G gr
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.recurrences import GateNorm
 from server.backends.protocol import MambaWeights, StepMeta
 from server.backends.reference.convolution import convolve, groups, rows_of
+from server.backends.reference.functions import silu, softplus
 
 
 class StockMamba:
@@ -27,8 +27,8 @@ class StockMamba:
         kind, weights = self._kind, self._weights
         gates, channels, steps = zxbcdt.split([kind.inner, kind.channels, kind.num_heads], dim=1)
         memories, past = state.split([kind.memory_size, kind.state_size - kind.memory_size], dim=1)
-        mixed = F.silu(convolve(channels, weights.conv, weights.conv_bias, past, meta))
-        steps = F.softplus(steps.float() * kind.scales[-1] + weights.step_bias).clamp(kind.least_step, kind.most_step)
+        mixed = silu(convolve(channels, weights.conv, weights.conv_bias, past, meta))
+        steps = softplus(steps.float() * kind.scales[-1] + weights.step_bias).clamp(kind.least_step, kind.most_step)
         x, b, c = mixed.split([kind.inner, kind.keys, kind.keys], dim=1)
         x = x.unflatten(1, (kind.num_heads, kind.head_dim))
         inputs = (x * steps.unsqueeze(2), self._of_each_head(b), self._of_each_head(c), (-weights.decay * steps).exp())
@@ -58,7 +58,7 @@ class StockMamba:
     def _finished(self, read: Tensor, gates: Tensor) -> Tensor:
         """[T, N, P], normalised in groups and multiplied by a function of its gates [T, N P]."""
         kind, y = self._kind, read.flatten(1)
-        gates = F.silu(gates.float() * kind.scales[0])
+        gates = silu(gates.float() * kind.scales[0])
         if kind.norm is GateNorm.NONE:
             return y * gates * self._weights.norm
         if kind.norm is GateNorm.BEHIND:

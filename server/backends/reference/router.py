@@ -10,13 +10,9 @@ from torch import Tensor
 
 from server.arch.spec import Scoring
 from server.backends.protocol import RouterRule
+from server.backends.reference.functions import sigmoid
 
 LEAST_SUM = 1e-20  # of weights that are to sum to 1
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """As torch's, but the same wherever a number stands: that computes the last few of a tensor in another way."""
-    return x.double().sigmoid().to(x.dtype)
 
 
 def choose(logits: Tensor, top_k: int, rule: RouterRule, *, renormalise: bool) -> tuple[Tensor, Tensor]:
