@@ -11,7 +11,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason", "kv_cache_dtype", "offloaded", "has_tiers")
+    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason", "kv_cache_dtype", "offloaded", "takes_drafts", "has_tiers")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class InfoReply(_message.Message):
     BACKEND_REASON_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     OFFLOADED_FIELD_NUMBER: _ClassVar[int]
+    TAKES_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     HAS_TIERS_FIELD_NUMBER: _ClassVar[int]
     model_type: str
     dtype: str
@@ -53,8 +54,9 @@ class InfoReply(_message.Message):
     backend_reason: str
     kv_cache_dtype: str
     offloaded: str
+    takes_drafts: bool
     has_tiers: bool
-    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., has_tiers: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., takes_drafts: _Optional[bool] = ..., has_tiers: _Optional[bool] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("max_batch_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "useful_tokens", "max_top_n_tokens", "max_sequences", "may_be_shorter")
@@ -318,6 +320,18 @@ class Extension(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Draft(_message.Message):
+    __slots__ = ("id", "position", "token_ids", "came")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CAME_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    came: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., came: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -325,19 +339,21 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenMask(_message.Message):
-    __slots__ = ("ids", "allowed", "forbidden", "bits")
+    __slots__ = ("ids", "rows", "allowed", "forbidden", "bits")
     IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_FIELD_NUMBER: _ClassVar[int]
     FORBIDDEN_FIELD_NUMBER: _ClassVar[int]
     BITS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
     allowed: TokenIds
     forbidden: TokenIds
     bits: bytes
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks", "copied_ids", "copied_places", "copied_blocks", "loaded_places")
+    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks", "copied_ids", "copied_places", "copied_blocks", "loaded_places", "drafts")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +381,7 @@ class StepRequest(_message.Message):
     COPIED_PLACES_FIELD_NUMBER: _ClassVar[int]
     COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOADED_PLACES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     retire: _containers.RepeatedScalarFieldContainer[int]
     add: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -392,7 +409,8 @@ class StepRequest(_message.Message):
     copied_places: _containers.RepeatedScalarFieldContainer[int]
     copied_blocks: _containers.RepeatedScalarFieldContainer[int]
     loaded_places: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[Draft]
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[Draft, _Mapping]]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer")
