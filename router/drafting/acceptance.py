@@ -1,0 +1,55 @@
+"""How often the guesses of a sequence are right, by how much of the text they match.
+
+A match that goes on is a longer one: the chance of each further guess, where those before it are right, is that of a
+match as much longer. What is learnt costs nothing, since guesses that were never sent are compared with what came too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.drafting.drafter import Guess
+
+# Chances for matches below 1, 2, 4, 8, 16, 32 tokens and for longer ones, before anything is known.
+PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+PRIOR = 2.0  # guesses that such a chance counts as
+MEMORY = 32.0  # guesses that count: with as many, each counts half
+
+
+class Acceptance:
+    """Of one sequence."""
+
+    def __init__(self) -> None:
+        self._right = [PRIOR * chance for chance in PRIORS]
+        self._made = [PRIOR] * len(PRIORS)
+
+    def chances(self, guess: Guess) -> list[float]:
+        """For each token of the guess, how likely it is right together with all before it: never more than those."""
+        chance, found = 1.0, []
+        strength = _strength(guess)
+        for place in range(len(guess.token_ids)):
+            kind = _kind(strength + place)
+            chance *= self._right[kind] / self._made[kind]
+            found.append(chance)
+        return found
+
+    def note(self, guess: Guess, token_ids: Sequence[int]) -> None:
+        """These came where that was guessed."""
+        strength = _strength(guess)
+        for place, (guessed, came) in enumerate(zip(guess.token_ids, token_ids, strict=False)):
+            kind = _kind(strength + place)
+            if self._made[kind] >= MEMORY:
+                self._made[kind] /= 2
+                self._right[kind] /= 2
+            self._made[kind] += 1
+            if guessed != came:
+                break
+            self._right[kind] += 1
+
+
+def _strength(guess: Guess) -> int:
+    return int(guess.match * guess.share)
+
+
+def _kind(strength: int) -> int:
+    return min(strength.bit_length(), len(PRIORS) - 1)
