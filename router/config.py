@@ -20,6 +20,7 @@ TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", 
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
 KV_ADMISSIONS = ("demand", "reserve")
 LOG_LEVELS = ("debug", "info", "warn", "error")
+MOST_GUESSES = 16  # of one request in a step
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
 
 
@@ -180,6 +181,28 @@ class RouterConfig:
             "default": "twice what the step would take without prompts",
             "when": "You know the acceptable pause: more than the default gives earlier first tokens and more "
             "throughput, less gives smoother streams.",
+        },
+    )
+    speculate: int = field(
+        default=0,
+        metadata={
+            "help": "Tokens that may be guessed ahead for each running request, and checked in one step; 0: none. "
+            "Answers stay what they are. How many are guessed follows from measured times and from how often guesses "
+            "were right.",
+            "unit": "tokens",
+            "min": 0,
+            "max": MOST_GUESSES,
+            "when": "Requests repeat what they read or wrote, as edits of a file, extracts and agents do, and the "
+            "device is not busy with many of them.",
+        },
+    )
+    speculative_method: Literal["auto", "ngram", "suffix"] = field(
+        default="auto",
+        metadata={
+            "help": "Where guesses come from: ngram looks for the last tokens earlier in the same request, suffix also "
+            "in answers to earlier requests of the same API key. auto is suffix.",
+            "words": ("auto", "ngram", "suffix"),
+            "when": "ngram, if answers to earlier requests say nothing of later ones.",
         },
     )
     state_checkpoint_tokens: int = field(

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,12 +116,20 @@ class NullEngine:
             self._sequences[extension.id].extend(len(extension.token_ids) - 1)
         reply = pb.StepReply(step=request.step)
         held = frozenset(request.held)
+        held = held.union(draft.id for draft in request.drafts)
         decoding = [s for s in self._sequences.values() if s.is_complete and s.id not in held] if request.decode else []
         for sequence in decoding:
             sequence.computed += 1
         completed = self._advance_prompts(request, reply)
-        masks = {id: mask for mask in request.masks for id in mask.ids}
-        self._give_tokens([*decoding, *completed], masks, reply)
+        masks = {
+            place: mask
+            for mask in request.masks
+            for place in zip(mask.ids, mask.rows or [0] * len(mask.ids), strict=True)
+        }
+        given = [(s, s.next_token(masks.get((s.id, 0)), self._end_ids)) for s in [*decoding, *completed]]
+        for draft in request.drafts:
+            given += self._checked(draft, masks)
+        self._give_tokens(given, reply)
         reply.forward_ns = time.perf_counter_ns() - started
         return reply
 
@@ -136,12 +144,25 @@ class NullEngine:
                 completed.append(sequence)
         return completed
 
-    def _give_tokens(self, sequences: list[_Sequence], masks: Mapping[int, pb.TokenMask], reply: pb.StepReply) -> None:
-        token_ids = [sequence.next_token(masks.get(sequence.id), self._end_ids) for sequence in sequences]
-        top_counts = [sequence.top_n_tokens for sequence in sequences]
-        reply.ids.extend([sequence.id for sequence in sequences])
+    def _checked(
+        self, draft: pb.Extension, masks: Mapping[tuple[int, int], pb.TokenMask]
+    ) -> Iterator[tuple[_Sequence, int]]:
+        """The tokens of a sequence up to the first that is not what was guessed."""
+        sequence = self._sequences[draft.id]
+        sequence.computed = draft.position
+        for row, guess in enumerate([*draft.token_ids[1:], None]):
+            sequence.computed += 1
+            token_id = sequence.next_token(masks.get((draft.id, row)), self._end_ids)
+            yield sequence, token_id
+            if token_id != guess:
+                return
+
+    def _give_tokens(self, given: Sequence[tuple[_Sequence, int]], reply: pb.StepReply) -> None:
+        token_ids = [token_id for _, token_id in given]
+        top_counts = [sequence.top_n_tokens for sequence, _ in given]
+        reply.ids.extend([sequence.id for sequence, _ in given])
         reply.token_ids.extend(token_ids)
-        reply.logprobs.extend([LOGPROB] * len(sequences))
+        reply.logprobs.extend([LOGPROB] * len(given))
         reply.top_counts.extend(top_counts)
         for token_id, count in zip(token_ids, top_counts, strict=True):
             # The candidates are the words from the chosen one on.
@@ -161,7 +182,7 @@ class Pace:
     def ends_at(self, now: float, request: pb.StepRequest) -> float:
         """When a step ends that arrives at `now`, behind those before it. One that only lets go takes no time."""
         seconds = 0.0
-        if request.decode or request.chunk_tokens:
+        if request.decode or request.chunk_tokens or request.drafts:
             seconds = self._step_s + self._token_s * sum(request.chunk_tokens)
         self._free_at = max(now, self._free_at) + seconds
         return self._free_at
@@ -201,6 +222,7 @@ class NullService(pb_grpc.ShardServicer):
             kv_cache_dtype="none",
             block_size=BLOCK_SIZE,
             num_blocks=self._num_blocks,
+            takes_drafts=True,
             shares_prefixes=self._has_costly_prompts,  # else there is nothing that finding one could save
         )
 

@@ -339,6 +339,7 @@ def _limits(
             max_batch_total_tokens=tokens,
             block_size=shapes.BLOCK_SIZE,
             num_blocks=blocks_for(tokens, shapes.BLOCK_SIZE),
+            takes_drafts=False,
             shares_prefixes=has_prefixes,
             pads_chunks=replica.device != "cpu",
         )

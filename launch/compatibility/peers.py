@@ -42,7 +42,8 @@ OPTIONS: Mapping[str, str] = {
     "--uvicorn-log-level": "--log-level",
     "--allowed-origins": "--cors-allow-origin",
     "--enable-lora --lora-modules --lora-paths --lora": "adapters are not served: merge them",
-    "--speculative-config --speculative-algorithm --model-draft -md": "there is no speculative decoding: leave it out",
+    "--speculative-config --speculative-algorithm --draft-max --draft": "--speculate, with guesses from texts alone",
+    "--speculative-draft-model-path --model-draft -md": "there are no draft models: --speculate guesses from texts",
     "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file": "a proxy in front speaks TLS",
     "--embedding --embeddings --is-embedding": "there are no embeddings",
 }

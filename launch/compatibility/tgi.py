@@ -90,6 +90,7 @@ SETTINGS: Mapping[str, TgiSetting] = {
         ),
         TgiSetting("max_batch_total_tokens", reason="it is kept, or refused where it does not fit; TGI replaces it"),
         TgiSetting("max_top_n_tokens", default="5"),
+        TgiSetting("speculate"),
         TgiSetting("waiting_served_ratio", default="0.3"),
         TgiSetting("cors_allow_origin", default="any"),
         TgiSetting("enable_prefill_logprobs", default="false"),
@@ -98,7 +99,6 @@ SETTINGS: Mapping[str, TgiSetting] = {
         TgiSetting("cuda_graphs", default="1,2,4,8,16,32"),
         # Without a meaning here.
         _idle("trust_remote_code", "code from a model repository is never run", when=_unless_false, is_switch=True),
-        _idle("speculate", "there is no speculative decoding; tokens are the same without it", when=_unless_false),
         _idle("prometheus_port", "/metrics is on --port"),
         _idle("usage_stats", "no usage is ever reported"),
         _idle("ngrok_authtoken", "there is no tunnel; give it to the ngrok program"),

@@ -311,6 +311,7 @@ class Batcher:
             if (entry := self._live.get(prompt.id)) is not None:
                 entry.note_logprobs(prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
         top_ids, top_logprobs, top_start = reply.top_ids, reply.top_logprobs, 0
+        going_on: dict[Entry, list[int]] = {}  # what those got that wait for what it leads to
         for id, token_id, logprob, top_count in zip(
             reply.ids, reply.token_ids, reply.logprobs, reply.top_counts, strict=True
         ):
@@ -324,9 +325,25 @@ class Batcher:
             else:
                 top_tokens = list(zip(top_ids[top], top_logprobs[top], strict=True)) if top_count else []
                 self._deliver_tokens(entry, token_id, logprob, top_tokens, received_at)
+                if entry.match is not None or self._scheduler.speculation is not None:
+                    going_on.setdefault(entry, []).append(token_id)
+        for entry, token_ids in going_on.items():
+            self._go_on(entry, token_ids)
+        self._scheduler.stepped(step.plan, received_at - began_at)
+        if step.plan.drafts:
+            num_guesses = sum(len(draft.token_ids) - 1 for draft in step.plan.drafts.values())
+            self._metrics.guessed(num_guesses, len(reply.ids) - len(set(reply.ids)))
         self._metrics.delivered(
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )
+
+    def _go_on(self, entry: Entry, token_ids: Sequence[int]) -> None:
+        """Find out what may come behind tokens that were delivered, and guess what will."""
+        if self._scheduler.speculation is not None:
+            self._metrics.skipped_tokens.observe(len(token_ids) - 1)
+        if not entry.is_over:
+            guess = self._scheduler.guess(entry)
+            self._grammar_waits.ask(entry, token_ids, guess)
 
     def _deliver_tokens(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
         """Turn a token, and those that were forced before it, into text and events.
@@ -340,8 +357,6 @@ class Batcher:
         except Exception:
             logger.exception("a token of sequence %d could not be delivered", entry.id)
             self._fail(entry, IncompleteGeneration())
-        else:
-            self._grammar_waits.ask(entry, token_id)
 
     def _deliver_token(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
         if entry.is_over:  # a forced token before this one has ended it
@@ -492,11 +507,11 @@ class GrammarWaits:
             if known:
                 self.waiting.add(entry)
 
-    def ask(self, entry: Entry, token_id: int) -> None:
-        """Find out what its grammar, if it has one, allows behind this token. It is held until then."""
-        if entry.match is not None and not entry.is_over:
+    def ask(self, entry: Entry, token_ids: Sequence[int], guess: Sequence[int]) -> None:
+        """Find out what its grammar, if it has one, allows behind these tokens. It is held until then."""
+        if entry.match is not None:
             self.waiting.add(entry)
-            entry.match.advance(token_id)
+            entry.match.advance(token_ids, guess)
 
     def end(self, entry: Entry) -> None:
         """Nothing more is wanted of it."""

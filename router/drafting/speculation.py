@@ -49,7 +49,8 @@ class Drafting:
         self._drafter = drafter
         self._acceptance = Acceptance()
         self.most = most
-        self._guess: Guess | None = None  # of what comes next
+        self._guess: Guess | None = None  # of what comes next …
+        self._num_asked = 0  # … for which so many tokens were asked
 
     def came(self, token_ids: Sequence[int]) -> None:
         """The text went on with these, by whatever step."""
@@ -59,9 +60,10 @@ class Drafting:
         self._guess = None
 
     def guess(self, most: int) -> Guess:
-        """What may come next, at most so many tokens."""
-        self._guess = self._drafter.guess(most)
-        return self._guess
+        """What may come next, at most so many tokens: the same, but for their number, until something has come."""
+        if self._guess is None or most > self._num_asked:
+            self._guess, self._num_asked = self._drafter.guess(most), most
+        return self._guess if most == self._num_asked else self._guess._replace(token_ids=self._guess.token_ids[:most])
 
     def chances(self, guess: Guess) -> list[float]:
         """For each of these guesses, how likely it is right together with all before it."""

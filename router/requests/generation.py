@@ -362,6 +362,8 @@ class OpenRequest:
             fields["prompt_tokens"] = sum(entry.request.input_length for entry in prompts)
             fields["cached_tokens"] = sum(entry.num_cached for entry in prompts)
             fields["generated_tokens"] = self.num_generated
+        if guessed := sum(entry.num_guessed for entry in self.entries):
+            fields |= {"guessed_tokens": guessed, "right_guesses": sum(entry.num_right for entry in self.entries)}
         if len(self.entries) > 1:
             fields["answers"] = len(self.entries)
         if self._finished is not None:

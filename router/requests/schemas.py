@@ -134,6 +134,9 @@ class GenerateParameters(Strict):
     min_tokens: Integer | None = Field(
         default=None, description="Least number of generated tokens: nothing ends the text before."
     )
+    speculate: Integer | None = Field(
+        default=None, description="Tokens guessed ahead in a step, at most; 0: none. The answer stays the same."
+    )
     truncate: Integer | None = Field(default=None, description="Keep only this many tokens at the end of the prompt.")
     watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
     details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")

@@ -367,7 +367,7 @@ def _check_bad_words(given: GenerateParameters) -> None:
 
 
 def _check_ends(given: GenerateParameters, vocab_size: int) -> None:
-    """What can be told of `stop_token_ids` and `min_tokens` before the prompt is tokenised. Raises ValidationError."""
+    """What can be told of ends, and of `speculate`, before the prompt is tokenised. Raises ValidationError."""
     stop_ids = given.stop_token_ids or []
     if len(stop_ids) > MOST_STOP_TOKENS:
         raise ValidationError(
@@ -381,6 +381,8 @@ def _check_ends(given: GenerateParameters, vocab_size: int) -> None:
             )
     if given.min_tokens is not None and given.min_tokens < 0:
         raise ValidationError(f"`min_tokens` must be >= 0, which is off. Given: {given.min_tokens}")
+    if given.speculate is not None and given.speculate < 0:
+        raise ValidationError(f"`speculate` must be >= 0, which is off. Given: {given.speculate}")
 
 
 # --------------------------------------------------------------------------------------------------------- with tokens
@@ -417,6 +419,7 @@ def _fitted(
         prompt_logprobs=asked.prompt_logprobs or bool(given.decoder_input_details),
         generates=asked.generates,
         priority=asked.priority,
+        speculate=given.speculate,
         cache_salt=asked.cache_salt,
     )
 

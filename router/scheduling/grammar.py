@@ -49,6 +49,7 @@ class Continuation:
 
     forced: tuple[int, ...]
     mask: Mask
+    drafted: tuple[Mask, ...] = ()
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> Continuation:
@@ -82,8 +83,11 @@ OnAnswer = Callable[[Continuation | RouterError], None]
 class Match(Protocol):
     """One text that is followed."""
 
-    def advance(self, token_id: int) -> None:
-        """The text has one more token: what may come next is reported once it is known."""
+    def advance(self, token_ids: Sequence[int], draft: Sequence[int] = ()) -> None:
+        """The text has these more tokens: what may come next is reported once it is known.
+
+        draft: guesses what comes next, which may have any length and be wrong.
+        """
 
     def end(self) -> None:
         """Follow it no longer."""

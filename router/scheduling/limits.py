@@ -14,6 +14,12 @@ from router.scheduling.queue import blocks_for
 
 UINT32_MAX = 2**32 - 1  # what the wire carries for a number of tokens
 KEPT_BACK = 8  # Of an inferred KV cache, one part in so many is no longest sequence's.
+# Those that are what the settings of the same names say.
+AS_SET = (
+    *("max_concurrent_requests", "max_queue_tokens", "waiting_served_ratio", "max_waiting_tokens", "max_best_of"),
+    *("max_stop_sequences", "max_top_n_tokens", "max_inter_token_ms", "num_lanes", "speculative_method"),
+    "kv_admission",
+)
 # How long a step may take that only computes prompts: who comes meanwhile waits for its end.
 PROMPT_STEP_S = 1.0
 LEAST_PREFILL_TOKENS = 256  # With fewer, a step is mostly the reading of weights.
@@ -49,6 +55,8 @@ class Limits:
     checkpoint_blocks: int = 0  # that hold the states of one sequence, or one block of tokens of windowed layers
     window_blocks: int = 0  # blocks of tokens that windowed layers with rings see; 0: no layer has a ring
     most_at_once: int = 0  # tokens of one sequence in a step, so that they fit a ring; 0: any number
+    speculate: int = 0  # tokens of a sequence that are guessed for a step, at most; 0: none are
+    speculative_method: str = "auto"
     kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -177,6 +185,7 @@ def resolve(
     block_size: int,
     num_blocks: int,
     shares_prefixes: bool,
+    takes_drafts: bool,
     pads_chunks: bool,
     num_states: int = 0,
     checkpoint_blocks: int = 0,
@@ -194,25 +203,17 @@ def resolve(
     prefill = prefill_tokens(config, room, has_encoder=has_encoder)
     useful = useful_tokens(config, lengths, block_size=block_size, has_encoder=has_encoder)
     return Limits(
+        **{name: getattr(config, name) for name in AS_SET},
         max_input_length=lengths.max_input_length,
         max_total_tokens=lengths.max_total_tokens,
         max_batch_total_tokens=max_batch_total_tokens,
         max_batch_prefill_tokens=prefill,
         block_size=block_size,
         num_blocks=num_blocks,
-        max_concurrent_requests=config.max_concurrent_requests,
-        max_queue_tokens=config.max_queue_tokens,
         max_batch_size=batch_size(config.max_batch_size, num_states),
-        waiting_served_ratio=config.waiting_served_ratio,
-        max_waiting_tokens=config.max_waiting_tokens,
-        max_best_of=config.max_best_of,
-        max_stop_sequences=config.max_stop_sequences,
-        max_top_n_tokens=config.max_top_n_tokens,
         vocab_size=vocab_size,
         prefill_chunk=None if has_encoder else config.prefill_chunk,  # an encoder takes prompts whole
-        max_inter_token_ms=config.max_inter_token_ms,
         pads_chunks=pads_chunks,
-        num_lanes=config.num_lanes,
         prefix_caching=shares_prefixes
         and not config.disable_prefix_caching
         and bool(checkpoint_blocks or not num_states),
@@ -220,9 +221,10 @@ def resolve(
         checkpoint_blocks=checkpoint_blocks,
         window_blocks=window_blocks,
         most_at_once=most_at_once,
-        kv_admission=config.kv_admission,
+        speculate=config.speculate if takes_drafts else 0,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful)
+        | ({} if takes_drafts else {"speculate": "not possible with this model"})
         | _of_states(config, num_states, "rings of windowed layers" if window_blocks else "states of recurrent layers"),
     )
 

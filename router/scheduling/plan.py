@@ -41,6 +41,21 @@ class WindowCopy(NamedTuple):
     blocks: Sequence[int]  # … and where that is
 
 
+class Extension(NamedTuple):
+    """What a running sequence goes on with: its latest token, and what is forced or guessed behind it."""
+
+    position: int  # of its latest token
+    token_ids: Sequence[int]
+    came: Sequence[int]  # of its draft before; empty: it decoded plainly
+
+    @classmethod
+    def of(cls, entry: Scheduled, behind: Sequence[int]) -> Extension:
+        """Of a sequence all of whose tokens have come back."""
+        ids = entry.generated_ids
+        position = len(entry.request.token_ids) + len(ids) - 1
+        return cls(position, [ids[-1], *behind], ids[len(ids) - entry.came :] if entry.came else ())
+
+
 class Loaded(NamedTuple):
     """What a sequence goes on from that is admitted behind a prefix."""
 
@@ -67,12 +82,16 @@ class StepPlan(NamedTuple, Generic[S]):
     restores: Sequence[Restored] = ()  # Blocks of those admitted whose content comes from the host.
     filled: Sequence[FilledBlock] = ()  # The blocks that this step completes.
     held: Sequence[int] = ()  # Sequences that do not decode: their grammars have not answered, or they lack a block.
-    extended: Mapping[int, list[int]] = NOTHING  # Last tokens and forced ones behind them: they join running sequences.
+    extended: Mapping[int, Extension] = NOTHING  # Running sequences whose grammars force tokens, and these.
     constrained: Sequence[S] = ()  # Those that get a token of what their grammars allow.
     grown: Mapping[int, Sequence[int]] = NOTHING  # Running sequences that get more blocks, and these.
     loaded: Mapping[int, Loaded] = NOTHING  # What those admitted go on from, beside the blocks of their prefixes.
     copies: Sequence[WindowCopy] = ()  # What goes from rings to blocks before the step is computed.
     kept: Mapping[int, Sequence[int]] = NOTHING  # Blocks that states go to when the step is computed.
+    drafts: Mapping[int, Extension] = (
+        NOTHING  # Running sequences with guesses: each gets a token, or more if they are right.
+    )
+    awaiting: Sequence[S] = ()  # Those that sit this step out, to go on with guesses once their latest token has come.
 
     def num_repeats(self, num_running: int) -> int:
         """How many steps after this one are the same if none comes or leaves before its end: all must decode."""
@@ -96,6 +115,7 @@ class Lane(Generic[S]):
         self.number = number
         self.size = 0  # sequences in it
         self.under_way = 0  # steps that were planned and not answered
+        self.has_drafts = False  # whether one of those has drafts, so that what comes next is not known yet
         self.steps_since_admission = 0
         self.before: StepPlan[S] | None = None  # its latest step that was not a repetition
         self.num_repeats = 0  # how many steps may be the same as that one, if none comes or leaves before its end
@@ -111,6 +131,7 @@ class Lane(Generic[S]):
     def planned(self, plan: StepPlan[S]) -> None:
         """Its next step."""
         self.before, self.num_repeats = plan, plan.num_repeats(self.size)
+        self.has_drafts = bool(plan.drafts)
 
 
 class Lanes(Generic[S]):
@@ -126,10 +147,11 @@ class Lanes(Generic[S]):
     def turns(self) -> Iterator[Lane[S]]:
         """The lanes that may have another step, in turn. `taken` has to be told of the one whose step is taken."""
         if len(self.all) == 1:  # how many steps it has under way, the batching loop bounds
-            yield self.all[0]
+            if not self.all[0].has_drafts:
+                yield self.all[0]
             return
         for lane in self.all[self._turn :] + self.all[: self._turn]:
-            if lane.under_way < MOST_UNDER_WAY:
+            if lane.under_way < MOST_UNDER_WAY and not lane.has_drafts:
                 yield lane
 
     def taken(self, lane: Lane[S]) -> None:
@@ -139,7 +161,10 @@ class Lanes(Generic[S]):
 
     def answered(self, plan: StepPlan[S]) -> None:
         """The oldest step under way, this one, has been answered."""
-        self.all[plan.lane].under_way -= 1
+        lane = self.all[plan.lane]
+        lane.under_way -= 1
+        if plan.drafts:
+            lane.has_drafts = False
 
     def places(self, lane: Lane[S], waiting: int) -> int | None:
         """How many may join a lane, of so many that wait, so that all are about as full; None: any number."""
@@ -151,7 +176,7 @@ class Lanes(Generic[S]):
     def restart(self) -> None:
         """The shards have lost everything that was under way."""
         for lane in self.all:
-            lane.under_way = 0
+            lane.under_way, lane.has_drafts = 0, False
 
 
 def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int]:
@@ -182,10 +207,11 @@ def divide_prompts(
     return {entry.id: chunks[entry.id] for entry in entries if entry.id in chunks}
 
 
-def take_unsent(entries: Iterable[Scheduled]) -> dict[int, list[int]]:
+def take_unsent(entries: Iterable[Scheduled]) -> dict[int, Extension]:
     """What the shards are told of tokens that grammars force, with the first chunk of them."""
     extended = {}
     for entry in entries:
-        if entry.unsent:
-            extended[entry.id], entry.unsent = entry.unsent, []
+        if entry.has_unsent:
+            extended[entry.id] = Extension.of(entry, entry.forced)
+            entry.has_unsent, entry.came = False, None
     return extended

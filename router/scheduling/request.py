@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
+from router.drafting.speculation import Drafting
 from router.errors import RouterError
 from router.scheduling.fairness import MIN_ADVANCE
 from router.scheduling.grammar import CompiledGrammar, Continuation, Match
@@ -60,12 +61,17 @@ class ValidRequest:
     generates: bool = True  # else the token behind the prompt is dropped: the prompt's log-probabilities are wanted
     grammar: CompiledGrammar | None = None  # what the text is held to
     priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
+    speculate: int | None = None  # tokens that may be guessed for a step; None: as many as the server allows
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
 
     @property
     def wanted_tokens(self) -> int:
         """How many tokens the client asked for at most."""
         return self.max_new_tokens if self.generates else 0
+
+    def most_guesses(self, most: int) -> int:
+        """How many tokens may be guessed for a step, of `most` that the server allows."""
+        return most if self.speculate is None else min(most, self.speculate)
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -229,6 +235,10 @@ class Scheduled:
     generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
     # What its grammar allows behind them; None: not known yet, or it has none.
     continuation: Continuation | None = None
+    drafting: Drafting | None = None  # What guesses how it goes on; None: nothing does.
+    num_told: int = 0  # Generated tokens that this knows.
+    num_guessed: int = 0  # Tokens that were guessed for steps …
+    num_right: int = 0  # … and those of them that came.
     has_run: bool = False  # Whether it has, here or on another server: no other request of its key passes it any more.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
     num_preempted: int = 0  # How often it made room for another request.
@@ -251,7 +261,8 @@ class Scheduled:
     num_known: int = 0  # Tokens behind the prompt that the shards are told: `num_rebuilt`, or forced by its grammar.
     num_prompt_scheduled: int = 0  # Known tokens found in the prefix cache, or computed by the steps sent so far.
     num_scheduled: int = 0  # Generated tokens: those that it began with, and those that the steps sent so far yield.
-    unsent: list[int] = field(default_factory=list)  # Its last token and forced ones, which the shards do not know yet.
+    has_unsent: bool = False  # Whether its grammar forces tokens that the shards do not know yet.
+    came: int | None = None  # Tokens that came of its last guesses, until it goes on; None: it decodes plainly.
 
     def begin_sequence(self, block_size: int | None, border: int = 0, most_at_once: int = 0) -> None:
         """Start over with what is known: its prompt, what it has got, and what its grammar forces behind that.
@@ -263,7 +274,8 @@ class Scheduled:
         self.num_rebuilt = self.num_scheduled = self.num_written
         self.num_known = self.num_rebuilt + len(self.forced)
         self.num_prompt_scheduled = 0
-        self.unsent = []
+        self.has_unsent = False
+        self.came = None
         self.disk_wait = None
         self.keys = None if block_size is None else self.prefix_keys(block_size)
 
@@ -293,15 +305,16 @@ class Scheduled:
 
     @property
     def is_held(self) -> bool:
-        """Whether it takes part in no step, because what it may get is not known, or that token is under way."""
-        return self.request.grammar is not None and (
-            self.continuation is None or self.num_scheduled > len(self.generated_ids)
-        )
+        """Whether it takes part in no step: what it may get is not known, or its latest token is, and is under way."""
+        is_under_way = self.num_scheduled > len(self.generated_ids)
+        if self.request.grammar is None:
+            return is_under_way and self.came is not None
+        return self.continuation is None or is_under_way
 
     @property
     def may_be_held(self) -> bool:
-        """Whether it may have to wait while others of its lane decode: for its grammar, or for a block."""
-        return self.request.grammar is not None or self.num_scheduled >= self.granted
+        """Whether it may have to wait while others of its lane decode: for its grammar, its guesses, or a block."""
+        return self.request.grammar is not None or self.drafting is not None or self.num_scheduled >= self.granted
 
     @property
     def is_suspect(self) -> bool:

@@ -21,13 +21,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic
 
+from router.drafting.speculation import Candidate, Speculation, Verified
 from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
 from router.scheduling.forecast import Forecast
 from router.scheduling.grammar import Continuation
 from router.scheduling.limits import Limits, batch_size
-from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
+from router.scheduling.plan import (
+    Extension,
+    FilledBlock,
+    Lane,
+    Lanes,
+    S,
+    StepPlan,
+    continue_prompts,
+    divide_prompts,
+    take_unsent,
+)
 from router.scheduling.prefix_cache import Found, PrefixCache
 from router.scheduling.prefix_index import TierIndex
 from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch, take_from
@@ -50,6 +61,7 @@ class Scheduler(Generic[S]):
         self._lanes: Lanes[S] = Lanes(limits.num_lanes)
         self._suspect: S | None = None  # It alone is computed until it gets a token.
         self._num_arrived = 0
+        self.speculation = speculation_of(limits)
         self._lacks_blocks = False  # whether a sequence cannot go on in the step that is planned, for want of a block
         is_on_demand = limits.kv_admission == "demand"
         most_tokens = limits.max_batch_total_tokens
@@ -127,7 +139,7 @@ class Scheduler(Generic[S]):
             return
         entry.num_known = num_generated + len(entry.forced)
         if entry.id in self.running:
-            entry.unsent = [entry.generated_ids[-1], *entry.forced]
+            entry.has_unsent = True
             entry.num_prompt_scheduled = len(entry.request.token_ids) + num_generated - 1
 
     def taken(self, entry: S) -> tuple[int, ...]:
@@ -164,14 +176,15 @@ class Scheduler(Generic[S]):
         grown, away = ({}, {}) if self.forecast is None else self._grow(lane)
         preempted |= away
         decoding, chunks, join_reason, fresh = self._chosen(lane, may_admit=not away)
+        drafts, awaiting = self._guess(decoding, grown)
         copies = self._cache.take_copies()
-        is_idle = not (retired or preempted or grown or decoding or chunks or fresh or copies)
+        is_idle = not (retired or preempted or grown or decoding or drafts or chunks or fresh or copies)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         chunks |= {entry.id: 1 if entry.request.encoder_ids else num_tokens for entry, num_tokens in fresh}
         concerned = {entry.id: entry for entry in decoding}
-        concerned |= {id: self.running[id] for id in (*chunks, *grown)}
+        concerned |= {id: self.running[id] for id in (*drafts, *chunks, *grown)}
         filled = self._schedule(decoding, chunks)
-        kept = self._keep_states(decoding, chunks, filled) if isinstance(self._cache.checkpoints, States) else {}
+        kept = self._keep_states(decoding, (*drafts, *chunks), filled)
         number, block_size = self._num_plans + 1, self.limits.block_size
         # Behind all that takes blocks, whose content is to be saved before it is written over.
         saves = self._cache.take_saves(number, prefill_tokens, block_size, is_idle=is_idle)
@@ -192,13 +205,15 @@ class Scheduler(Generic[S]):
             join_reason=join_reason,
             restores=self._cache.take_restores(number),
             filled=filled,
-            held=self._held(lane, {entry.id for entry in decoding} | chunks.keys()),
+            held=self._held(lane, {entry.id for entry in decoding} | drafts.keys() | chunks.keys()),
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
             grown=grown,
             loaded=self._cache.take_loads() if self._cache.checkpoints is not None else {},
             kept=kept,
             copies=copies,
+            drafts=drafts,
+            awaiting=awaiting,
         )
         lane.planned(plan)
         if isinstance(self._cache.checkpoints, States):  # a step that keeps states is no repetition
@@ -208,12 +223,52 @@ class Scheduler(Generic[S]):
             self.forecast.planned(plan)
         return plan
 
+    def _guess(self, decoding: list[S], grown: dict[int, Sequence[int]]) -> tuple[dict[int, Extension], list[S]]:
+        """Those of `decoding` that go on with guesses, and those that wait to do so; both are taken out of it.
+
+        What blocks they need for that are added to `grown`.
+        """
+        if self.speculation is None or not (able := [entry for entry in decoding if entry.drafting is not None]):
+            return {}, []
+        candidates = [self._candidate(entry, grown) for entry in able]
+        guesses = self.speculation.choose(candidates, len(decoding) - len(able))
+        drafts: dict[int, Extension] = {}
+        awaiting = []
+        for entry, candidate, guess in zip(able, candidates, guesses, strict=True):
+            if candidate.is_under_way:
+                awaiting += [entry] if guess else []
+            elif guess or entry.came is not None:
+                drafts[entry.id] = Extension.of(entry, guess)
+                entry.num_scheduled += 1
+                entry.came = 0 if guess else None  # without guesses the shards know what it gets
+        if drafts or awaiting:
+            decoding[:] = [entry for entry in decoding if entry.id not in drafts and entry not in awaiting]
+        return drafts, awaiting
+
+    def _candidate(self, entry: S, grown: dict[int, Sequence[int]]) -> Candidate:
+        """How many guesses of a sequence have room: in its answer, the step, what its grammar allows, and blocks."""
+        assert entry.drafting is not None
+        wanted = min(entry.drafting.most, entry.request.max_new_tokens - entry.num_scheduled - 1)
+        if entry.most_at_once:
+            wanted = min(wanted, entry.most_at_once - 1)
+        if entry.border:  # a step that keeps states has no guesses
+            wanted = min(wanted, entry.steps_to_border - 2)
+        if entry.continuation is not None:
+            wanted = min(wanted, len(entry.continuation.drafted))
+        is_under_way = entry.num_scheduled > len(entry.generated_ids)
+        needed = entry.num_scheduled + 1 + wanted
+        if wanted > 0 and needed > entry.granted and self.forecast is not None and not is_under_way:
+            self._give(entry, needed, grown)
+        return Candidate(entry.drafting, min(wanted, entry.granted - entry.num_scheduled - 1), is_under_way)
+
     def _keep_states(
-        self, decoding: Iterable[S], chunks: Iterable[int], filled: list[FilledBlock]
+        self, decoding: Iterable[S], others: Iterable[int], filled: list[FilledBlock]
     ) -> dict[int, Sequence[int]]:
         """Blocks for the states of those whose tokens end, with this step, where states are kept; `filled` grows."""
         kept: dict[int, Sequence[int]] = {}
-        for entry in itertools.chain(decoding, (self.running[id] for id in chunks)):
+        if not isinstance(self._cache.checkpoints, States):
+            return kept
+        for entry in itertools.chain(decoding, (self.running[id] for id in others)):
             if entry.border and entry.steps_to_border == entry.border:
                 depth = entry.num_computed // self.limits.block_size - 1
                 blocks, known = self._cache.keep_states(entry, depth)
@@ -271,9 +326,11 @@ class Scheduler(Generic[S]):
 
     def timed(self, plan: StepPlan[S], seconds: float) -> None:
         """Learn how long the step took, from when it could begin to its reply."""
-        if plan.prefill_tokens and not (plan.decoding or plan.restores):
+        if plan.prefill_tokens and not (plan.decoding or plan.drafts or plan.restores):
             self._cache.tiers.took(plan.prefill_tokens, seconds)
-        if isinstance(self._chunk, ChunkSize) and not plan.restores:
+            if self.speculation is not None:
+                self.speculation.costs.note_prompts(plan.prefill_tokens, seconds)
+        if isinstance(self._chunk, ChunkSize) and not (plan.restores or plan.drafts):
             self._chunk.note(len(plan.decoding), plan.prefill_tokens, seconds)
 
     def failed(self, plan: StepPlan[S]) -> list[S]:
@@ -332,6 +389,9 @@ class Scheduler(Generic[S]):
         """A generated token has come back, so the one before it is computed: a block that it fills may be shared."""
         ids = entry.generated_ids
         ids.append(token_id)
+        if entry.came is not None:
+            entry.came += 1
+            entry.num_scheduled = max(entry.num_scheduled, len(ids))
         entry.num_losses = 0
         if entry is self._suspect:
             self._suspect = None
@@ -345,8 +405,41 @@ class Scheduler(Generic[S]):
             self._cache.confirm(keys[num_full], entry.blocks[num_full], entry.id, num_full)
             self._cache.name_states(entry, num_full, keys[num_full])
 
+    def guess(self, entry: S) -> Sequence[int]:
+        """What a sequence may go on with, now that tokens have been delivered."""
+        if self.speculation is None or not (most := entry.request.most_guesses(self.limits.speculate)):
+            return ()
+        if entry.drafting is None:
+            request = entry.request
+            entry.drafting = self.speculation.begin(request.prompt_ids, entry.owner, request.cache_salt, most)
+        entry.drafting.came(entry.generated_ids[entry.num_told :])
+        entry.num_told = len(entry.generated_ids)
+        if entry.id not in self.running or not (guess := entry.drafting.guess(most).token_ids):
+            return ()
+        self._lanes.all[entry.lane].num_repeats = 0
+        return guess
+
+    def stepped(self, plan: StepPlan[S], seconds: float) -> None:
+        """All that the step has brought is delivered: learn what guesses are worth."""
+        if self.speculation is None:
+            return
+        plain = [entry.drafting for entry in plan.decoding if entry.drafting is not None]
+        verified = []
+        for id, draft in plan.drafts.items():
+            entry = plan.concerned[id]
+            assert entry.drafting is not None
+            verified.append(Verified(entry.drafting, len(draft.token_ids) - 1, max(0, (entry.came or 0) - 1)))
+            entry.num_guessed += verified[-1].num_guesses
+            entry.num_right += verified[-1].num_right
+        held = [entry.drafting for entry in plan.awaiting if entry.drafting is not None]
+        others = len(plan.decoding) - len(plain)
+        is_pure = not (plan.prefill_tokens or plan.restores)
+        self.speculation.stepped(plain, verified, others, seconds if is_pure else None, held)
+
     def finished(self, entry: S, *, is_cut: bool) -> None:
         """Its answer is complete. is_cut: only because its client wanted no more."""
+        if entry.drafting is not None:
+            entry.drafting.end()
         if self.forecast is not None:
             self.forecast.finished(entry, is_cut=is_cut)
 
@@ -678,3 +771,11 @@ class Scheduler(Generic[S]):
         for depth in windows.passed(last - num_tokens, last, known, block_size):
             if depth <= len(entry.keys.keys):
                 self._cache.pass_depth(entry, depth)
+
+
+def speculation_of(limits: Limits) -> Speculation | None:
+    """What guesses for running sequences, if anything does."""
+    if not limits.speculate:
+        return None
+    seconds = None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000
+    return Speculation(limits.speculate, finds_answers=limits.speculative_method != "ngram", most_seconds=seconds)

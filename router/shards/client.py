@@ -95,6 +95,7 @@ class ModelInfo:
     offloaded: str = ""  # which weights stream, in words
     has_tiers: bool = False  # whether the prefix cache goes on behind the device
     shares_prefixes: bool = False  # whether a block serves every sequence that begins with the same tokens
+    takes_drafts: bool = False  # whether sequences may go on with guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +234,7 @@ class ShardedClient:
             num_blocks=min(reply.num_blocks for reply in replies),
             decoder_start=first.decoder_start if first.HasField("decoder_start") else None,
             shares_prefixes=first.shares_prefixes,
+            takes_drafts=all(reply.takes_drafts for reply in replies),
             has_tiers=first.has_tiers,
         )
 

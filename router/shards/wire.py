@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from router.scheduling.grammar import Mask
-from router.scheduling.plan import StepPlan
+from router.scheduling.grammar import Continuation, Mask
+from router.scheduling.plan import Extension, StepPlan
 from router.scheduling.queue import blocks_for
 from router.scheduling.request import Entry, ValidRequest
+from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2 import (
-    Extension,
     NewSequence,
     SamplingParameters,
     StepReply,
     StepRequest,
-    TokenIds,
     TokenMask,
 )
 
@@ -82,12 +81,14 @@ def step_request(
     chunks: Sequence[tuple[int, int]] = (),
     decode: bool = False,
     held: Sequence[int] = (),
-    extended: Mapping[int, Sequence[int]] | None = None,
-    masks: Mapping[int, Mask] | None = None,
+    extended: Mapping[int, Extension] | None = None,
+    drafts: Mapping[int, Extension] | None = None,
+    masks: Mapping[int, Sequence[Mask]] | None = None,
 ) -> StepRequest:
     """One step, in wire form; chunks are (sequence, prompt tokens).
 
-    held: sequences that do not decode; extended: what joins running sequences; masks: what sequences may get.
+    held: sequences that do not decode; extended: what joins running sequences; drafts: what may join them; masks: what
+    sequences may get, behind each token of a draft.
     """
     return StepRequest(
         step=step,
@@ -97,9 +98,17 @@ def step_request(
         chunk_tokens=[tokens for _, tokens in chunks],
         decode=decode,
         held=held,
-        extend=[Extension(id=id, token_ids=token_ids) for id, token_ids in (extended or {}).items()],
+        extend=_extensions(extended or {}),
+        drafts=_extensions(drafts or {}),
         masks=_token_masks(masks) if masks else (),
     )
+
+
+def _extensions(extended: Mapping[int, Extension]) -> list[pb.Extension]:
+    return [
+        pb.Extension(id=id, position=one.position, token_ids=one.token_ids, came=one.came)
+        for id, one in extended.items()
+    ]
 
 
 def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 0) -> StepRequest:
@@ -124,7 +133,12 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
         decode=bool(plan.decoding),
         held=plan.held if plan.decoding else (),
         extended=plan.extended,
-        masks={e.id: e.continuation.mask for e in plan.constrained if e.continuation is not None},
+        drafts=plan.drafts,
+        masks={
+            e.id: _masks_of(e.continuation, plan.drafts.get(e.id))
+            for e in plan.constrained
+            if e.continuation is not None
+        },
     )
     request.tier_session, request.lane = tier_session, plan.lane
     for id, blocks in plan.grown.items():
@@ -151,22 +165,35 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
     return request
 
 
-def _token_masks(masks: Mapping[int, Mask]) -> list[TokenMask]:
-    """Each mask once, with all sequences that it is for."""
-    by_mask: dict[Mask, list[int]] = {}
-    for id, mask in masks.items():
-        by_mask.setdefault(mask, []).append(id)
-    return [token_mask(mask, ids) for mask, ids in by_mask.items()]
+def _masks_of(continuation: Continuation, draft: Extension | None) -> Sequence[Mask]:
+    """What a sequence may get behind each token that the step computes of it."""
+    num_guesses = 0 if draft is None else len(draft.token_ids) - 1
+    return [continuation.mask, *continuation.drafted[:num_guesses]]
 
 
-def token_mask(mask: Mask, ids: Sequence[int]) -> TokenMask:
-    """A mask in wire form, for these sequences."""
+def _token_masks(masks: Mapping[int, Sequence[Mask]]) -> list[TokenMask]:
+    """Each mask once, with all sequences and rows of drafts that it is for."""
+    by_mask: dict[Mask, list[tuple[int, int]]] = {}
+    for id, of_rows in masks.items():
+        for row, mask in enumerate(of_rows):
+            by_mask.setdefault(mask, []).append((id, row))
+    return [token_mask(mask, places) for mask, places in by_mask.items()]
+
+
+def token_mask(mask: Mask, places: Sequence[tuple[int, int]]) -> TokenMask:
+    """A mask in wire form, for these sequences and rows of drafts."""
+    rows = [row for _, row in places]
+    found = TokenMask(ids=[id for id, _ in places], rows=rows if any(rows) else ())
     if mask.allowed is not None:
-        return TokenMask(ids=ids, allowed=TokenIds(ids=mask.allowed))
-    if mask.forbidden is not None:
-        return TokenMask(ids=ids, forbidden=TokenIds(ids=mask.forbidden))
-    assert mask.bits is not None
-    return TokenMask(ids=ids, bits=mask.bits)
+        found.allowed.ids.extend(mask.allowed)
+        found.allowed.SetInParent()
+    elif mask.forbidden is not None:
+        found.forbidden.ids.extend(mask.forbidden)
+        found.forbidden.SetInParent()
+    else:
+        assert mask.bits is not None
+        found.bits = mask.bits
+    return found
 
 
 def mistake_in(reply: StepReply, step: int, vocab_size: int) -> str | None:

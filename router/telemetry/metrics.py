@@ -2,9 +2,8 @@
 
 `prometheus_client` ends the name of every counter in `_total`; TGI's counters have plain names, so the suffix is taken
 off again in `render`. Not here: TGI's `tgi_batch_filter_duration` and `tgi_batch_concat_duration`, which have no
-counterpart (joining and leaving are part of a step), and `tgi_request_skipped_tokens`, which needs speculation. No
-label ever carries what a client sent, and every series whose labels are known is there from the start, at 0: Prometheus
-does not see the first increase of one that appears with it.
+counterpart (joining and leaving are part of a step). No label ever carries what a client sent, and every series whose
+labels are known is there from the start, at 0: Prometheus does not see the first increase of one that appears with it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.config import MOST_GUESSES
 from router.scheduling.forecast import DemandCounts
 from router.scheduling.limits import Limits
 from router.scheduling.plan import StepPlan
@@ -133,6 +133,11 @@ class Metrics:
         self.forward_duration.labels(method).observe(forward_s)
         self.delivery_duration.labels(method).observe(delivery_s)
 
+    def guessed(self, num_guesses: int, num_right: int) -> None:
+        """A step has checked so many guesses."""
+        self.guessed_tokens.inc(num_guesses)
+        self.right_guesses.inc(num_right)
+
     def recovered(self, seconds: float, limits: Limits) -> None:
         """Lost shards have been replaced, by some with these limits; nothing ran for so long."""
         self.recoveries.inc()
@@ -174,8 +179,13 @@ class Metrics:
         self.time_to_first_token = self._durations(
             "tgi_request_time_to_first_token_duration", "From the queue to the first token"
         )
-        self.inter_token = TokenGaps("tgi_request_inter_token_duration", "Between two tokens of one request, seconds")
+        self.inter_token = OfTokens("tgi_request_inter_token_duration", "Between two tokens of one request, seconds")
+        numbers = range(MOST_GUESSES + 1)
+        self.skipped_tokens = OfTokens("tgi_request_skipped_tokens", "Right guesses of one request in a step", numbers)
         self._registry.register(self.inter_token)
+        self._registry.register(self.skipped_tokens)
+        self.guessed_tokens = self._counter("tgi_request_guessed_tokens", "Tokens guessed ahead and checked in a step")
+        self.right_guesses = self._counter("tgi_request_right_guesses", "Guesses that were the next tokens")
         self.input_length = self._lengths("tgi_request_input_length", "Prompt tokens", limits.max_input_length)
         self.max_new_tokens = self._lengths("tgi_request_max_new_tokens", "Tokens asked for", limits.max_total_tokens)
         self.generated_tokens = self._lengths(
@@ -270,26 +280,27 @@ def _with_values(metric: M, labels: Mapping[str, Sequence[str]]) -> M:
     return metric
 
 
-class TokenGaps(Collector):
-    """A histogram of durations for the one thing that is observed for every token.
+class OfTokens(Collector):
+    """A histogram for what is observed for every token.
 
     That of `prometheus_client` takes two locks and walks through the buckets each time, at five times the cost.
     """
 
-    def __init__(self, name: str, what: str) -> None:
+    def __init__(self, name: str, what: str, bounds: Sequence[float] = DURATION_BUCKETS) -> None:
         self._name = name
         self._what = what
-        self._counts = [0] * (len(DURATION_BUCKETS) + 1)
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Count one gap."""
-        self._counts[bisect_left(DURATION_BUCKETS, seconds)] += 1
-        self._sum += seconds
+    def observe(self, value: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
 
     def collect(self) -> Iterable[Metric]:
         """The histogram in the registry's form."""
-        bounds = [*map(str, DURATION_BUCKETS), "+Inf"]
+        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=self._sum)
 

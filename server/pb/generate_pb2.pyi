@@ -313,24 +313,16 @@ class NewSequence(_message.Message):
     def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., computed: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., generated: _Optional[int] = ..., encoder_token_ids: _Optional[_Iterable[int]] = ..., encoder_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., forced: _Optional[int] = ...) -> None: ...
 
 class Extension(_message.Message):
-    __slots__ = ("id", "token_ids")
+    __slots__ = ("id", "token_ids", "position", "came")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    id: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Draft(_message.Message):
-    __slots__ = ("id", "position", "token_ids", "came")
-    ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CAME_FIELD_NUMBER: _ClassVar[int]
     id: int
-    position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
+    position: int
     came: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, id: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., came: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., position: _Optional[int] = ..., came: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -409,8 +401,8 @@ class StepRequest(_message.Message):
     copied_places: _containers.RepeatedScalarFieldContainer[int]
     copied_blocks: _containers.RepeatedScalarFieldContainer[int]
     loaded_places: _containers.RepeatedScalarFieldContainer[int]
-    drafts: _containers.RepeatedCompositeFieldContainer[Draft]
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[Draft, _Mapping]]] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[Extension]
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer")

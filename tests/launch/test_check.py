@@ -269,8 +269,8 @@ def test_weights_of_fewer_layers_are_found(tmp_path: Path) -> None:
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
-    text = render(check(["--speculate", "3"]), 80)
-    assert max(map(len, text.splitlines())) <= 80 and "\n- --speculate 3 changes nothing: " in text
+    text = render(check(["--prometheus-port", "9090"]), 80)
+    assert max(map(len, text.splitlines())) <= 80 and "\n- --prometheus-port 9090 changes nothing: " in text
 
 
 # --------------------------------------------------------------------------------------------------------------- truth

@@ -85,8 +85,8 @@ def test_every_variable_becomes_what_the_table_says(name: str) -> None:
 
 
 def test_a_flag_and_its_variable_are_one_line() -> None:
-    assert ["--speculate 2 changes nothing"] == [
-        line.partition(":")[0] for line in read(["--speculate", "2"], {"SPECULATE": "3"}).idle
+    assert ["--prometheus-port 2 changes nothing"] == [
+        line.partition(":")[0] for line in read(["--prometheus-port", "2"], {"PROMETHEUS_PORT": "3"}).idle
     ]
 
 

@@ -134,7 +134,7 @@ def tokens_alone(request: ValidRequest, vocab_size: int = 256, next_token: NextT
         else:
             found = fake_rule(token_ids)
             token_ids += found.forced
-            allowed = allowed_ids(token_mask(found.mask, []), vocab_size)
+            allowed = allowed_ids(token_mask(found.mask, [(0, 0)]), vocab_size)
             given = next_token([*prompt, *token_ids], request.sampling.seed, vocab_size)
             token_ids.append(allowed[given % len(allowed)])
     return token_ids[: request.max_new_tokens]
@@ -180,7 +180,7 @@ class FakeMatching:
         self.num_followed += 1
         match = _FakeMatch(self, list(known[:-1] or grammar.first.forced), on_answer)
         if known:
-            match.advance(known[-1])
+            match.advance(known[-1:])
         return match
 
 
@@ -190,10 +190,12 @@ class _FakeMatch:
     token_ids: list[int]
     on_answer: OnAnswer
     has_ended: bool = False
+    draft: Sequence[int] = ()
 
-    def advance(self, token_id: int) -> None:
+    def advance(self, token_ids: Sequence[int], draft: Sequence[int] = ()) -> None:
         assert not self.has_ended
-        self.token_ids.append(token_id)
+        self.token_ids += token_ids
+        self.draft = draft
         if not (delays := self.matching.delays):
             return
         self._after(delays[self.matching.num_answers % len(delays)])
@@ -209,8 +211,18 @@ class _FakeMatch:
             self.on_answer(GenerationError("the grammar cannot be followed"))
             return
         found = self.matching.rule(self.token_ids)
+        self.on_answer(replace(found, drafted=self._drafted(found)))
         self.token_ids += found.forced
-        self.on_answer(found)
+
+    def _drafted(self, found: Continuation) -> tuple[Mask, ...]:
+        """What may come behind each guess, up to the first that is not allowed or that forces others."""
+        masks: list[Mask] = []
+        for place, guess in enumerate(self.draft):
+            if found.forced or guess not in allowed_ids(token_mask(found.mask, [(0, 0)]), 256):
+                break
+            found = self.matching.rule([*self.token_ids, *self.draft[: place + 1]])
+            masks += [] if found.forced else [found.mask]
+        return tuple(masks)
 
     def end(self) -> None:
         assert not self.has_ended

@@ -49,6 +49,7 @@ class _FakeSequence:
     computed: int
     digest: int  # of the tokens computed
     windows_from: int = 0  # the first block of tokens that was written to its ring
+    came: list[int] | None = None  # what came of its guesses in the step before; None: it had none
 
 
 def _digests(token_ids: Sequence[int], digest: int = 0) -> Iterator[int]:
@@ -157,6 +158,7 @@ class FakeShardedClient:
             num_blocks=self.num_blocks,
             decoder_start=self.decoder_start,
             shares_prefixes=True,
+            takes_drafts=True,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -240,7 +242,8 @@ class FakeShardedClient:
         self._load_windows(request) if self.window_blocks else self._load(request)
         self._check_limits(request)
         self._check_lane(request)
-        masks = {id: mask for mask in request.masks for id in mask.ids}
+        masks = _masks_of(request)
+        drafts = {draft.id: draft for draft in request.drafts if draft.id not in self._gone}
         decoding = [
             id
             for id, sequence in self._sequences.items()
@@ -248,12 +251,13 @@ class FakeShardedClient:
             and sequence.lane == request.lane
             and sequence.computed >= sequence.prompt_length
             and id not in request.held
+            and id not in drafts
         ]
         chunks = [
             (id, n) for id, n in zip(request.chunk_ids, request.chunk_tokens, strict=True) if id not in self._gone
         ]
         grown = [id for id in request.grown_ids if id not in self._gone]
-        touched = list(dict.fromkeys((*decoding, *(id for id, _ in chunks), *grown)))
+        touched = list(dict.fromkeys((*decoding, *drafts, *(id for id, _ in chunks), *grown)))
         if request.step in self.failing_steps:
             return self._fail(reply, touched, self.failing_steps[request.step])
         prompts = [self._sequences[id].token_ids for id, _ in chunks if id in self._sequences]
@@ -266,9 +270,12 @@ class FakeShardedClient:
         for id, num_tokens in chunks:
             self._prefill(id, num_tokens, masks, reply)
         for id in decoding:
+            _require(self._sequences[id].came is None, f"sequence {id} decodes behind guesses that may be wrong")
             self._write(self._sequences[id], self._sequences[id].computed + 1)
             self._give_token(id, masks, reply)
-        _require(set(masks) <= {*reply.ids, *self._gone}, "a mask for a sequence that gets no token")
+        for draft in drafts.values():
+            self._check_guesses(draft, masks, reply)
+        _require({id for id, _ in masks} <= {*reply.ids, *self._gone}, "a mask for a sequence that gets no token")
         for id, blocks in self._blocks_of_states(request.kept_ids, request.kept_blocks):
             self._keep(id, blocks)
         return reply
@@ -358,6 +365,7 @@ class FakeShardedClient:
         if extension.id in self._gone:
             return
         sequence = self._sequences[extension.id]
+        self._go_back(sequence, extension)
         last, *forced = extension.token_ids
         _require(sequence.computed >= sequence.prompt_length, f"sequence {extension.id} is extended within its prompt")
         _require(last == sequence.token_ids[-1], f"sequence {extension.id} is extended behind a token it did not get")
@@ -366,6 +374,33 @@ class FakeShardedClient:
         sequence.reported_from = len(sequence.token_ids) if sequence.raw_logprobs else None
         sequence.token_ids += forced
         sequence.prompt_length = len(sequence.token_ids)
+
+    def _go_back(self, sequence: _FakeSequence, extension: Extension) -> None:
+        """What is behind the last token that it got is not computed."""
+        id, position = sequence.id, extension.position
+        _require(position == len(sequence.token_ids) - 1, f"sequence {id} goes on from {position}")
+        _require(list(extension.came) == (sequence.came or []), f"sequence {id} has other tokens than came")
+        _require(position <= sequence.computed, f"sequence {id} goes on from {position}, which is not computed")
+        _require(position == sequence.computed or sequence.came is not None, f"sequence {id} goes back")
+        sequence.computed, sequence.came = position, None
+        sequence.digest = [0, *_digests(sequence.token_ids[:position])][-1]
+
+    def _check_guesses(self, draft: Extension, masks: Mapping[tuple[int, int], TokenMask], reply: StepReply) -> None:
+        """The tokens behind its latest one and behind each guess, up to the first that was not guessed."""
+        sequence = self._sequences[draft.id]
+        self._go_back(sequence, draft)
+        last, *guesses = draft.token_ids
+        end = len(sequence.token_ids)
+        _require(last == sequence.token_ids[-1], f"sequence {draft.id} goes on behind a token it did not get")
+        _require(not self.most_at_once or len(guesses) < self.most_at_once, f"guesses of {draft.id} exceed its ring")
+        given, sequence.token_ids = sequence.token_ids, [*sequence.token_ids, *guesses]
+        self._write(sequence, end + len(guesses))
+        for row, guess in enumerate([*guesses, None]):
+            sequence.token_ids = given
+            self._give_token(draft.id, masks, reply, row)
+            if given[-1] != guess:
+                break
+        sequence.came = given[end:] if guesses else None
 
     def _fail(self, reply: StepReply, ids: Sequence[int], error: str) -> StepReply:
         for id in ids:
@@ -457,7 +492,7 @@ class FakeShardedClient:
         named = {
             *request.chunk_ids,
             *request.held,
-            *(one.id for one in request.extend),
+            *(one.id for one in (*request.extend, *request.drafts)),
             *(one.id for one in request.add),
         }
         for id in sorted(named - self._gone):
@@ -467,7 +502,7 @@ class FakeShardedClient:
                 lane == request.lane, f"a step of lane {request.lane} names sequence {id}, which is in lane {lane}"
             )
 
-    def _prefill(self, id: int, num_tokens: int, masks: Mapping[int, TokenMask], reply: StepReply) -> None:
+    def _prefill(self, id: int, num_tokens: int, masks: Mapping[tuple[int, int], TokenMask], reply: StepReply) -> None:
         _require(id in self._sequences, f"chunk of unknown sequence {id}")
         sequence = self._sequences[id]
         start, end = sequence.computed, sequence.computed + num_tokens
@@ -490,12 +525,14 @@ class FakeShardedClient:
                 known.top_logprobs.append(fake_raw_logprob(token_id) - rank)
         return known
 
-    def _give_token(self, id: int, masks: Mapping[int, TokenMask], reply: StepReply) -> None:
+    def _give_token(self, id: int, masks: Mapping[tuple[int, int], TokenMask], reply: StepReply, row: int = 0) -> None:
         sequence = self._sequences[id]
         token_id = self.next_token([*sequence.encoded, *sequence.token_ids], sequence.seed, self.vocab_size)
-        _require(sequence.is_constrained == (id in masks), f"sequence {id} has a grammar and no mask, or neither")
-        if id in masks:
-            allowed = allowed_ids(masks[id], self.vocab_size)
+        _require(
+            sequence.is_constrained == ((id, row) in masks), f"sequence {id} has a grammar and no mask, or neither"
+        )
+        if (id, row) in masks:
+            allowed = allowed_ids(masks[id, row], self.vocab_size)
             token_id = allowed[token_id % len(allowed)]
         sequence.token_ids.append(token_id)
         reply.ids.append(id)
@@ -505,6 +542,13 @@ class FakeShardedClient:
         for rank in range(sequence.top_n_tokens):
             reply.top_ids.append((token_id + rank) % self.vocab_size)
             reply.top_logprobs.append(-0.5 - rank)
+
+
+def _masks_of(request: StepRequest) -> dict[tuple[int, int], TokenMask]:
+    """By sequence and row of its draft."""
+    return {
+        place: mask for mask in request.masks for place in zip(mask.ids, mask.rows or [0] * len(mask.ids), strict=True)
+    }
 
 
 def _require(holds: bool, violation: str) -> None:

@@ -57,10 +57,12 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
-class ReasoningTokens(TypedDict):
-    """Of a chat's answers."""
+class CompletionTokens(TypedDict):
+    """What answers' tokens were, or were not: reasoning of a chat, and guesses where the server makes some."""
 
-    reasoning_tokens: int
+    reasoning_tokens: NotRequired[int]
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class Usage(TypedDict):
@@ -70,7 +72,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: NotRequired[ReasoningTokens]
+    completion_tokens_details: NotRequired[CompletionTokens]
 
 
 class Answered(TypedDict):
@@ -238,9 +240,13 @@ def usage(entries: Sequence[Entry], num_reasoning: int | None = None) -> Usage:
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(entry.num_cached for entry in prompts)},
     }
+    details: CompletionTokens = {}
     if num_reasoning is not None:
-        told["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-    return told
+        details["reasoning_tokens"] = num_reasoning
+    if any(entry.drafting is not None for entry in entries):
+        right, made = (sum(entry.num_right for entry in entries), sum(entry.num_guessed for entry in entries))
+        details |= {"accepted_prediction_tokens": right, "rejected_prediction_tokens": made - right}
+    return told | {"completion_tokens_details": details} if details else told
 
 
 def chat_completion(

@@ -39,7 +39,7 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 # Parameters that are what TGI's of the same name are.
 AS_TGI = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words"),
-    *("ignore_eos", "min_tokens", "stop_token_ids"),
+    *("ignore_eos", "min_tokens", "stop_token_ids", "speculate"),
 )
 NO_FUNCTIONS: Sequence[Any] = (None, [], "auto", "none")
 
@@ -98,6 +98,7 @@ class Generation(Lenient):
     repetition_penalty: float | None = Field(default=None, description="Not OpenAI's. 1.0 means no penalty.")
     ignore_eos: bool | None = Field(default=None, description="Not OpenAI's: do not end at the model's end tokens.")
     min_tokens: Integer | None = Field(default=None, description="Not OpenAI's: least number of generated tokens.")
+    speculate: Integer | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")
     stop_token_ids: TokenIds | None = Field(default=None, description="Not OpenAI's: end after these tokens too.")
     typical_p: float | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")
     bad_words: Texts | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")

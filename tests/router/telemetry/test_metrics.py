@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.scheduling.request import ValidRequest
-from router.telemetry.metrics import DURATION_BUCKETS, NUM_LENGTH_BUCKETS, TokenGaps
+from router.telemetry.metrics import DURATION_BUCKETS, NUM_LENGTH_BUCKETS, OfTokens
 from tests.router.apis.test_overload import AS_ALICE
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import site
@@ -33,10 +33,11 @@ TGI = {
     """,
 }
 # router/telemetry/metrics.py says why.
-LEFT_OUT = {"tgi_batch_concat_duration", "tgi_batch_filter_duration", "tgi_request_skipped_tokens"}
+LEFT_OUT = {"tgi_batch_concat_duration", "tgi_batch_filter_duration"}
 OURS = {
     "counter": """
         request_prefix_hit_tokens request_preempted request_timeout request_surplus_tokens batch_prefill_tokens
+        request_guessed_tokens request_right_guesses
         kv_preempted kv_waits kv_recomputed_tokens kv_asked_blocks kv_given_blocks request_expected_tokens
         request_expectation_error_tokens request_outgrown shards_recovery_count shards_recovery_seconds
         key_request_count key_tokens key_refused
@@ -164,7 +165,7 @@ async def test_gauges_are_true_between_steps_and_while_none_is_planned() -> None
 
 def test_gaps_are_counted_as_a_histogram_counts_them() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    gaps = TokenGaps("gap", "Gaps")
+    gaps = OfTokens("gap", "Gaps")
     ours.register(gaps)
     histogram = Histogram("gap", "Gaps", buckets=DURATION_BUCKETS, registry=theirs)
     for seconds in (0.0, DURATION_BUCKETS[0], 0.01, 0.011, DURATION_BUCKETS[-1], 1e6):
