@@ -92,22 +92,32 @@ class TextMatcher:
         if any(token >= self._vocab_size for token in forced):
             raise GrammarError("it needs a token that the model does not have")
         self.take(forced)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = self._matcher.compute_bitmask()
         _check(self._matcher)
         return {"forced": forced, **mask_of(bits, self._vocab_size)}
 
 
-def mask_of(bits: np.ndarray[Any, np.dtype[np.uint8]], vocab_size: int) -> dict[str, Any]:
+def mask_of(bits: bytes, vocab_size: int) -> dict[str, Any]:
     """The shortest form, as JSON: ids take three bytes on the wire. Raises GrammarError where nothing is allowed."""
-    tokens = np.unpackbits(bits, bitorder="little", count=vocab_size)
-    num_allowed, most = int(tokens.sum()), vocab_size // 24
+    every = (1 << vocab_size) - 1
+    tokens = int.from_bytes(bits, "little") & every
+    num_allowed, most, num_bytes = tokens.bit_count(), vocab_size // 24, -(-vocab_size // 8)
     if not num_allowed:
         raise GrammarError("no token can come next")
     if num_allowed <= most:
-        return {"allowed": tokens.nonzero()[0].tolist()}
+        return {"allowed": _ids(tokens.to_bytes(num_bytes, "little"))}
     if vocab_size - num_allowed <= most:
-        return {"forbidden": (1 - tokens).nonzero()[0].tolist()}
-    return {"bits": b64encode(np.packbits(tokens, bitorder="little").tobytes()).decode()}
+        return {"forbidden": _ids((tokens ^ every).to_bytes(num_bytes, "little"))}
+    return {"bits": b64encode(tokens.to_bytes(num_bytes, "little")).decode()}
+
+
+def _ids(bits: bytes) -> list[int]:
+    """The tokens whose bits are set. Most bytes have none, and are skipped."""
+    packed = np.frombuffer(bits, dtype=np.uint8)
+    (places,) = packed.nonzero()
+    rows, columns = np.unpackbits(packed[places, None], axis=1, bitorder="little").nonzero()
+    ids: list[int] = (8 * places[rows] + columns).tolist()
+    return ids
 
 
 def _source(grammar: Grammar) -> str:

@@ -185,10 +185,10 @@ def test_texts_of_one_grammar_do_not_disturb_each_other(demo: Matchers) -> None:
 def test_masks_have_their_shortest_form() -> None:
     bits = np.zeros(300, dtype=np.uint8)
     bits[7] = 2
-    assert {"allowed": [57]} == mask_of(bits, 2400)
-    assert {"forbidden": [57]} == mask_of(255 - bits, 2400)
+    assert {"allowed": [57]} == mask_of(bits.tobytes(), 2400)
+    assert {"forbidden": [57]} == mask_of((255 - bits).tobytes(), 2400)
     bits[::2] = 170
-    found = mask_of(bits, 2400)
+    found = mask_of(bits.tobytes(), 2400)
     assert bits.tobytes() == b64decode(found["bits"])
 
 
