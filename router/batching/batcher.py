@@ -496,7 +496,7 @@ class GrammarWaits:
         """Find out what its grammar, if it has one, allows behind this token. It is held until then."""
         if entry.match is not None and not entry.is_over:
             self.waiting.add(entry)
-            entry.match.advance(token_id)
+            entry.match.advance((token_id,))
 
     def end(self, entry: Entry) -> None:
         """Nothing more is wanted of it."""

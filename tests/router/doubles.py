@@ -180,7 +180,7 @@ class FakeMatching:
         self.num_followed += 1
         match = _FakeMatch(self, list(known[:-1] or grammar.first.forced), on_answer)
         if known:
-            match.advance(known[-1])
+            match.advance(known[-1:])
         return match
 
 
@@ -189,28 +189,46 @@ class _FakeMatch:
     matching: FakeMatching
     token_ids: list[int]
     on_answer: OnAnswer
+    is_asked: bool = False
     has_ended: bool = False
 
-    def advance(self, token_id: int) -> None:
-        assert not self.has_ended
-        self.token_ids.append(token_id)
+    def advance(self, token_ids: Sequence[int], draft: Sequence[int] = ()) -> None:
+        assert token_ids and not self.has_ended and not self.is_asked
+        for token_id in token_ids[:-1]:
+            self.token_ids.append(token_id)
+            assert not self.matching.rule(self.token_ids).forced, "these come behind it, and are no part of a draft"
+        self.token_ids.append(token_ids[-1])
+        self.is_asked = True
         if not (delays := self.matching.delays):
             return
-        self._after(delays[self.matching.num_answers % len(delays)])
+        self._after(delays[self.matching.num_answers % len(delays)], draft)
         self.matching.num_answers += 1
 
-    def _after(self, turns: int) -> None:
-        asyncio.get_running_loop().call_soon(self._answer if turns <= 0 else partial(self._after, turns - 1))
+    def _after(self, turns: int, draft: Sequence[int]) -> None:
+        do = partial(self._answer, draft) if turns <= 0 else partial(self._after, turns - 1, draft)
+        asyncio.get_running_loop().call_soon(do)
 
-    def _answer(self) -> None:
+    def _answer(self, draft: Sequence[int]) -> None:
         if self.has_ended:
             return
-        if len(self.token_ids) == self.matching.failing_at:
+        self.is_asked = False
+        if (failing_at := self.matching.failing_at) is not None and len(self.token_ids) >= failing_at:
             self.on_answer(GenerationError("the grammar cannot be followed"))
             return
         found = self.matching.rule(self.token_ids)
         self.token_ids += found.forced
-        self.on_answer(found)
+        self.on_answer(found if found.forced else replace(found, drafted=tuple(self._drafted(found.mask, draft))))
+
+    def _drafted(self, mask: Mask, draft: Sequence[int]) -> Iterator[Mask]:
+        """It ends before guesses that force tokens, whatever the next ones."""
+        for place, guess in enumerate(draft):
+            if guess == EOS or guess not in allowed_ids(token_mask(mask, []), EOS + 1):
+                return
+            found = self.matching.rule([*self.token_ids, *draft[: place + 1]])
+            if found.forced or found.mask.allowed == (EOS,):
+                return
+            mask = found.mask
+            yield mask
 
     def end(self) -> None:
         assert not self.has_ended
