@@ -288,10 +288,10 @@ def test_forced_tokens_in_a_draft_are_all_guessed_or_end_it(demo: Matchers) -> N
 def test_tokens_that_end_within_forced_ones_have_the_rest_forced(demo: Matchers) -> None:
     grammar = Grammar(GrammarKind.REGEX, "[ab](acac)[ab]{9}")
     forced = demo.begin(grammar).go_on([A])["forced"]
-    for place in range(len(forced)):
-        answer = demo.begin(grammar).go_on([A, *forced[:place]], forced[place:])
+    for place in range(1 + len(forced)):
+        answer = demo.begin(grammar).go_on([A, *forced[:place]], [*forced[place:], C])
         assert forced[place:] == answer["forced"]
-        assert "drafted" not in answer
+        assert ("drafted" in answer) == (place == len(forced))
 
 
 @pytest.mark.parametrize("has_drafted", [True, False])
