@@ -1,10 +1,11 @@
 """The process that follows texts, started by `follower.py`: `python -m router.grammars NICENESS MEMORY_MB SECONDS …`.
 
 It sends {} once it is ready, and regularly for as long as it lives. It reads orders, one line of JSON each, and follows
-every text by its number: a new one with its grammar and the tokens so far, its next token, its end. What may come next
-is answered in one line for each token, and for a new text that asks for it, in the order in which it is known. One
-thread begins texts, those with the shortest grammar first, and others advance them, so that neither a grammar that
-takes long to compile nor a slow text delays the rest (llguidance releases the interpreter lock meanwhile).
+every text by its number: a new one with its grammar and the tokens so far, the tokens that came next and guesses behind
+them, its end. What may come next is answered in one line for each order of tokens, and for a new text that asks for it,
+in the order in which it is known. One thread begins texts, those with the shortest grammar first, and others advance
+them, so that neither a grammar that takes long to compile nor a slow text delays the rest (llguidance releases the
+interpreter lock meanwhile).
 
 A text may end the process: so the one that is begun is reported before, {"begins": KEY}, and {"begins": 0} after. A
 thread that works for SECONDS at one text cannot be stopped: the process reports the text, {"late": KEY}, and exits.
@@ -85,23 +86,23 @@ class Follower:
         key = order["key"]
         if "end" in order:
             self._texts.pop(key).cancel()
-        elif "token" in order:
-            self._answer(key, order["token"])
+        elif "draft" in order:
+            self._answer(key, order["came"], order["draft"])
         else:
             grammar = Grammar(GrammarKind(order["kind"]), order["text"])
             begun = self._texts[key] = Future()
             self._waiting.put((len(grammar.text), key, partial(self._begin, key, grammar, order["tokens"], begun)))
             self._beginning.submit(self._begin_shortest).add_done_callback(_end_if_failed)
             if order["asks"]:
-                self._answer(key, None)
+                self._answer(key, order["came"], ())
 
-    def _answer(self, key: int, token: int | None) -> None:
-        self._texts[key].add_done_callback(partial(self._go_on, key, token))
+    def _answer(self, key: int, came: Sequence[int], draft: Sequence[int]) -> None:
+        self._texts[key].add_done_callback(partial(self._go_on, key, came, draft))
 
-    def _go_on(self, key: int, token: int | None, begun: Future[TextMatcher]) -> None:
+    def _go_on(self, key: int, came: Sequence[int], draft: Sequence[int], begun: Future[TextMatcher]) -> None:
         """Called once the text has begun, so that no thread waits for that."""
         if not begun.cancelled():
-            self._advancing.submit(self._advance, key, begun, token).add_done_callback(_end_if_failed)
+            self._advancing.submit(self._advance, key, begun, came, draft).add_done_callback(_end_if_failed)
 
     def _begin_shortest(self) -> None:
         _, _, begin = self._waiting.get()
@@ -122,13 +123,12 @@ class Follower:
         finally:
             _say({"begins": 0})
 
-    def _advance(self, key: int, begun: Future[TextMatcher], token: int | None) -> None:
-        """Answer what comes behind the token."""
+    def _advance(self, key: int, begun: Future[TextMatcher], came: Sequence[int], draft: Sequence[int]) -> None:
+        """Answer what may come behind the tokens that came, and behind the guesses."""
         try:
             text = begun.result()
             with self._deadlines.at(key):
-                text.take(() if token is None else (token,))
-                answer = text.go_on()
+                answer = text.go_on(came, draft)
         except GrammarError as error:
             answer = {"error": str(error)}
         _say({"key": key, **answer})

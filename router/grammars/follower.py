@@ -6,6 +6,9 @@ long, and reports it: that text fails alone. Where it could not report, a text t
 the second time; a process that was killed or stopped from outside counts against a text only after many times. No
 answer is waited for longer than `WAIT_S`.
 
+A draft fails no text: the end of a process is put down to drafts that it had not answered, if there are any, and their
+texts go on without drafts.
+
 Left out: whether a grammar is valid, which is checked before, in another process (`compiler.py`).
 """
 
@@ -19,7 +22,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,7 +50,10 @@ class _Text:
     def __init__(self, follower: Follower, key: int, grammar: CompiledGrammar, on_answer: OnAnswer) -> None:
         self.key = key
         self.grammar = grammar.grammar
-        self.tokens = list(grammar.first.forced)
+        self.tokens = list(grammar.first.forced)  # that an answer has been about
+        self.came: tuple[int, ...] = ()  # the next ones, which the next answer is about
+        self.draft: tuple[int, ...] = ()  # and its guesses
+        self.may_draft = True
         self.on_answer = on_answer
         self.given_up: asyncio.TimerHandle | None = None  # where an answer is waited for
         self.num_deaths = self.num_kills = 0
@@ -58,19 +64,20 @@ class _Text:
         """Whether an answer is waited for."""
         return self.given_up is not None
 
-    def advance(self, token_id: int) -> None:
+    def advance(self, token_ids: Sequence[int], draft: Sequence[int] = ()) -> None:
         """See `Match`."""
-        self.tokens.append(token_id)
-        self._follower.ask(self, token_id)
+        assert not self.is_asked, "the next tokens cannot be known before what they may be"
+        self.came, self.draft = tuple(token_ids), tuple(draft) if self.may_draft else ()
+        self._follower.ask(self)
 
     def end(self) -> None:
         """See `Match`."""
         self._follower.end(self)
 
     def begin_order(self) -> dict[str, Any]:
-        """The order that has a process follow it from its present state."""
+        """The order that has a process follow it from its present state, without a draft."""
         grammar = {"kind": self.grammar.kind, "text": self.grammar.text}
-        return {"key": self.key, **grammar, "tokens": self.tokens, "asks": self.is_asked}
+        return {"key": self.key, **grammar, "tokens": self.tokens, "came": self.came, "asks": self.is_asked}
 
 
 class Follower:
@@ -109,10 +116,10 @@ class Follower:
         self._order(text.begin_order())
         return text
 
-    def ask(self, text: _Text, token_id: int) -> None:
-        """Order an answer to a token."""
+    def ask(self, text: _Text) -> None:
+        """Order an answer to the tokens that came, and to its draft."""
         self._expect(text)
-        self._order({"key": text.key, "token": token_id})
+        self._order({"key": text.key, "came": text.came, "draft": text.draft})
 
     def end(self, text: _Text) -> None:
         """Follow the text no longer."""
@@ -236,25 +243,36 @@ class Follower:
         found = failure(answer["error"]) if "error" in answer else Continuation.read(answer)
         self._expect_nothing(text)
         text.num_deaths = text.num_kills = 0
+        text.draft = ()
         if isinstance(found, Continuation):
-            text.tokens += found.forced
+            text.tokens += [*text.came, *found.forced]
+            text.came = ()
         text.on_answer(found)
 
     def _fail_texts(self, *, is_from_outside: bool) -> None:
         """Fail the text that took too long, or those that were waited for or begun when too many processes ended."""
         late, self._late = self._late, None
         beginning, self._beginning = self._beginning, 0
-        if late is None:
+        suspects = self._end_drafts(() if is_from_outside else self._texts if late is None else (late,))
+        if late is not None:
+            failed = [text for text in self._texts.values() if text.key == late and not suspects]
+        else:
             asked = [text for text in self._texts.values() if text.is_asked or text.key == beginning]
             for text in asked:
                 text.num_kills += 1
-                text.num_deaths += not is_from_outside
+                text.num_deaths += not (is_from_outside or suspects)
             failed = [text for text in asked if text.num_deaths >= MOST_DEATHS or text.num_kills >= MOST_KILLS]
-        else:
-            failed = [text for text in self._texts.values() if text.key == late]
         for text in failed:
             self.end(text)
             text.on_answer(failure("it takes too much time or memory"))
+
+    def _end_drafts(self, suspects: Collection[int]) -> list[_Text]:
+        """No draft is told to another process, nor any more of a suspect's; returns the suspects that had one."""
+        drafting = [text for text in self._texts.values() if text.draft]
+        found = [text for text in drafting if text.key in suspects]
+        for text in drafting:
+            text.draft, text.may_draft = (), text not in found
+        return found
 
 
 def _kill(process: Process) -> None:

@@ -7,6 +7,10 @@ and in lexer states, which are memory.
 JSON is written as Python's `json.dumps` writes it, with one space behind commas and colons: models have read that
 most, and it leaves no choice between one value and the next, so that whole keys are forced.
 
+What may come behind guesses is found out with a copy of the text's matcher. All copies share a lexer, which is of no
+use any more once one of them, a wrong guess for instance, has exceeded a limit: so a text that cannot go on is tried
+once more, with a lexer that works, before it fails.
+
 Imported by the processes of `router/sandbox` and `router/grammars` alone: llguidance keeps a table of the whole
 vocabulary. `tasks` is what the sandbox does when a new grammar comes.
 """
@@ -14,11 +18,15 @@ vocabulary. `tasks` is what the sandbox does when a new grammar comes.
 from __future__ import annotations
 
 import json
+import time
 from base64 import b64encode
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -28,6 +36,8 @@ from router.sandbox import Task, TaskError
 from router.scheduling.grammar import Grammar, GrammarKind
 
 MOST_FORCED = 4096  # tokens at once
+MOST_DRAFTED = 32  # masks of one draft: 3 MB of an answer at most, with 250,000 tokens
+DRAFT_S = 0.02  # of CPU time, after which the rest of a draft is cut: eight masks take 1 ms with 250,000 tokens
 MOST_KEPT = 128  # compiled grammars, as many as `compiler.py` knows to be valid
 MOST_CHARACTERS_OF_A_CAUSE = 200
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -39,6 +49,9 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+
+
+T = TypeVar("T")
 
 
 class GrammarError(ValueError):
@@ -58,11 +71,16 @@ class Matchers:
 
     def begin(self, grammar: Grammar) -> TextMatcher:
         """A matcher at the beginning of a text. Raises GrammarError."""
-        kept = self._kept.pop(grammar, None) or self._compile(grammar)
+        return TextMatcher(partial(self._copy, grammar), self._vocab_size)
+
+    def _copy(self, grammar: Grammar) -> LLMatcher:
+        kept = self._kept.pop(grammar, None)
+        if kept is None or not _works(kept):
+            kept = self._compile(grammar)
         self._kept[grammar] = kept
         if len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
-        return TextMatcher(kept.deep_copy(), self._vocab_size)
+        return kept.deep_copy()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
@@ -74,40 +92,135 @@ class Matchers:
 
 
 class TextMatcher:
-    """One text and its grammar."""
+    """One text and its grammar. begin: makes a matcher at the beginning of a text."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+    def __init__(self, begin: Callable[[], LLMatcher], vocab_size: int) -> None:
+        self._begin = begin
         self._vocab_size = vocab_size
+        self._matcher = begin()
+        self._tokens: list[int] = []
+        self._may_draft = True
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Append tokens to the text. Raises GrammarError where the grammar does not allow them."""
-        if token_ids and not self._matcher.consume_tokens(list(token_ids)):
-            _check(self._matcher)
-            raise GrammarError("the text left it")
+        self._surely(lambda: _take(self._matcher, token_ids))
+        self._tokens += token_ids
 
-    def go_on(self) -> dict[str, Any]:
-        """What is next, as JSON: `forced` tokens, which are taken, and a form of `Mask`. Raises GrammarError."""
-        forced = self._matcher.compute_ff_tokens()[:MOST_FORCED]
+    def go_on(self, token_ids: Sequence[int] = (), draft: Sequence[int] = ()) -> dict[str, Any]:
+        """What is next behind these further tokens, as JSON. Raises GrammarError.
+
+        `forced` are tokens that come in any case, which are taken; those that `token_ids` have already are not among
+        them. Then a form of `Mask`, and where nothing is forced `drafted`, the masks behind guesses: each of them is a
+        form, or the number of an equal one before it, from 0, the mask behind no guess.
+        """
+        forced, bits = self._surely(lambda: self._behind(token_ids))
+        answer = {"forced": forced, **mask_of(bits, self._vocab_size)}
+        self._tokens += [*token_ids, *forced]
+        if draft and not forced and self._may_draft:
+            answer["drafted"] = self._drafted(bits, draft)
+        return answer
+
+    def _surely(self, work: Callable[[], T]) -> T:
+        """Its result, at the second try with another lexer and from then on without drafts. Raises GrammarError."""
+        try:
+            return work()
+        except GrammarError:
+            self._may_draft = False
+            self._matcher = self._begin()
+            _take(self._matcher, self._tokens)
+            return work()
+
+    def _behind(self, token_ids: Sequence[int]) -> tuple[list[int], bytes]:
+        """What is forced behind the tokens, and a bit for each token that may come next."""
+        forced = [] if token_ids else self._forced(self._matcher)
+        for token in token_ids:
+            _take(self._matcher, [token])
+            forced = forced[1:] if forced[:1] == [token] else self._forced(self._matcher)
+        _take(self._matcher, forced)
+        return forced, _bits(self._matcher)
+
+    def _forced(self, matcher: LLMatcher) -> list[int]:
+        forced = matcher.compute_ff_tokens()[:MOST_FORCED]
         if any(token >= self._vocab_size for token in forced):
             raise GrammarError("it needs a token that the model does not have")
-        self.take(forced)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        _check(self._matcher)
-        return {"forced": forced, **mask_of(bits, self._vocab_size)}
+        return forced
+
+    def _drafted(self, bits: bytes, draft: Sequence[int]) -> list[dict[str, Any] | int]:
+        """See `go_on`. bits: of the mask behind no guess."""
+        until = time.thread_time() + DRAFT_S
+        masks, places = list[dict[str, Any] | int](), {bits: 0}
+        with suppress(GrammarError):
+            for place, behind in enumerate(islice(self._behind_guesses(bits, draft), MOST_DRAFTED), start=1):
+                masks.append(places[behind] if behind in places else mask_of(behind, self._vocab_size))
+                places.setdefault(behind, place)
+                if time.thread_time() > until:
+                    break
+        return masks
+
+    def _behind_guesses(self, bits: bytes, draft: Sequence[int]) -> Iterator[bytes]:
+        """A bit for each token that may come behind each leading guess, until one is not allowed or is the last.
+
+        Guesses before forced tokens that are not all guessed are left out: those need no guesses to come at once.
+        """
+        matcher = self._matcher.deep_copy()
+        while draft and 0 <= draft[0] < self._vocab_size and bits[draft[0] // 8] >> draft[0] % 8 & 1:
+            _take(matcher, draft[:1])
+            forced = self._forced(matcher)
+            if forced != list(draft[1 : 1 + len(forced)]):
+                return
+            _take(matcher, forced)
+            if matcher.is_stopped():
+                return
+            bits = _bits(matcher)
+            yield from (_only(token, len(bits)) for token in forced)
+            yield bits
+            draft = draft[1 + len(forced) :]
 
 
-def mask_of(bits: np.ndarray[Any, np.dtype[np.uint8]], vocab_size: int) -> dict[str, Any]:
+def _works(matcher: LLMatcher) -> bool:
+    copy = matcher.deep_copy()
+    copy.compute_bitmask()
+    return not copy.is_error()
+
+
+def _take(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+    if token_ids and not matcher.consume_tokens(list(token_ids)):
+        _check(matcher)
+        raise GrammarError("the text left it")
+
+
+def _bits(matcher: LLMatcher) -> bytes:
+    bits = matcher.compute_bitmask()
+    _check(matcher)
+    return bits
+
+
+def _only(token: int, num_bytes: int) -> bytes:
+    """The bits of a mask that allows one token."""
+    return (1 << token).to_bytes(num_bytes, "little")
+
+
+def mask_of(bits: bytes, vocab_size: int) -> dict[str, Any]:
     """The shortest form, as JSON: ids take three bytes on the wire. Raises GrammarError where nothing is allowed."""
-    tokens = np.unpackbits(bits, bitorder="little", count=vocab_size)
-    num_allowed, most = int(tokens.sum()), vocab_size // 24
+    every = (1 << vocab_size) - 1
+    tokens = int.from_bytes(bits, "little") & every
+    num_allowed, most, num_bytes = tokens.bit_count(), vocab_size // 24, -(-vocab_size // 8)
     if not num_allowed:
         raise GrammarError("no token can come next")
     if num_allowed <= most:
-        return {"allowed": tokens.nonzero()[0].tolist()}
+        return {"allowed": _ids(tokens.to_bytes(num_bytes, "little"))}
     if vocab_size - num_allowed <= most:
-        return {"forbidden": (1 - tokens).nonzero()[0].tolist()}
-    return {"bits": b64encode(np.packbits(tokens, bitorder="little").tobytes()).decode()}
+        return {"forbidden": _ids((tokens ^ every).to_bytes(num_bytes, "little"))}
+    return {"bits": b64encode(tokens.to_bytes(num_bytes, "little")).decode()}
+
+
+def _ids(bits: bytes) -> list[int]:
+    """The tokens whose bits are set. Most bytes have none, and are skipped."""
+    packed = np.frombuffer(bits, dtype=np.uint8)
+    (places,) = packed.nonzero()
+    rows, columns = np.unpackbits(packed[places, None], axis=1, bitorder="little").nonzero()
+    ids: list[int] = (8 * places[rows] + columns).tolist()
+    return ids
 
 
 def _source(grammar: Grammar) -> str:

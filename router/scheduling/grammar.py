@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -42,10 +42,24 @@ class Mask:
     forbidden: tuple[int, ...] | None = None
     bits: bytes | None = None
 
+    @classmethod
+    def read(cls, form: Mapping[str, Any]) -> Mask:
+        """What `mask_of` says, as it comes out of JSON."""
+        if "bits" in form:
+            return cls(bits=b64decode(form["bits"]))
+        if "allowed" in form:
+            return cls(allowed=tuple(form["allowed"]))
+        return cls(forbidden=tuple(form["forbidden"]))
+
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What a grammar allows next: tokens that come in any case, and then one of these."""
+    """What a grammar allows next: tokens that come in any case, and then one of these.
+
+    drafted: where a draft was told and no token is forced, what may come behind each of its leading guesses. It ends
+    before a guess that is not allowed, that ends the text or leaves nothing but its end, or that forces tokens which
+    are not the next guesses; and where more would take too long.
+    """
 
     forced: tuple[int, ...]
     mask: Mask
@@ -53,20 +67,17 @@ class Continuation:
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> Continuation:
-        """What `TextMatcher.go_on` says, as it comes out of JSON."""
-        if "bits" in answer:
-            mask = Mask(bits=b64decode(answer["bits"]))
-        elif "allowed" in answer:
-            mask = Mask(allowed=tuple(answer["allowed"]))
-        else:
-            mask = Mask(forbidden=tuple(answer["forbidden"]))
-        return cls(tuple(answer["forced"]), mask)
+        """What `TextMatcher.go_on` says, as it comes out of JSON. Equal masks are one object."""
+        masks = [Mask.read(answer)]
+        for mask in answer.get("drafted", ()):
+            masks.append(masks[mask] if isinstance(mask, int) else Mask.read(mask))
+        return cls(tuple(answer["forced"]), masks[0], tuple(masks[1:]))
 
     def at_most(self, count: int) -> Continuation:
-        """The same with so many forced tokens at most, where no more have room before the last one."""
-        if len(self.forced) <= count:
-            return self
-        return Continuation(self.forced[:count], Mask(allowed=(self.forced[count],)))
+        """The same with so many forced tokens or guesses at most, where no more have room before the last one."""
+        if len(self.forced) > count:
+            return Continuation(self.forced[:count], Mask(allowed=(self.forced[count],)))
+        return self if len(self.drafted) <= count else replace(self, drafted=self.drafted[:count])
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def tokens_alone(request: ValidRequest, vocab_size: int = 256, next_token: NextT
         else:
             found = fake_rule(token_ids)
             token_ids += found.forced
-            allowed = allowed_ids(token_mask(found.mask, [(0, 0)]), vocab_size)
+            allowed = allowed_ids(token_mask(found.mask, []), vocab_size)
             given = next_token([*prompt, *token_ids], request.sampling.seed, vocab_size)
             token_ids.append(allowed[given % len(allowed)])
     return token_ids[: request.max_new_tokens]
@@ -189,40 +189,46 @@ class _FakeMatch:
     matching: FakeMatching
     token_ids: list[int]
     on_answer: OnAnswer
+    is_asked: bool = False
     has_ended: bool = False
-    draft: Sequence[int] = ()
 
     def advance(self, token_ids: Sequence[int], draft: Sequence[int] = ()) -> None:
-        assert not self.has_ended
-        self.token_ids += token_ids
-        self.draft = draft
+        assert token_ids and not self.has_ended and not self.is_asked
+        for token_id in token_ids[:-1]:
+            self.token_ids.append(token_id)
+            assert not self.matching.rule(self.token_ids).forced, "these come behind it, and are no part of a draft"
+        self.token_ids.append(token_ids[-1])
+        self.is_asked = True
         if not (delays := self.matching.delays):
             return
-        self._after(delays[self.matching.num_answers % len(delays)])
+        self._after(delays[self.matching.num_answers % len(delays)], draft)
         self.matching.num_answers += 1
 
-    def _after(self, turns: int) -> None:
-        asyncio.get_running_loop().call_soon(self._answer if turns <= 0 else partial(self._after, turns - 1))
+    def _after(self, turns: int, draft: Sequence[int]) -> None:
+        do = partial(self._answer, draft) if turns <= 0 else partial(self._after, turns - 1, draft)
+        asyncio.get_running_loop().call_soon(do)
 
-    def _answer(self) -> None:
+    def _answer(self, draft: Sequence[int]) -> None:
         if self.has_ended:
             return
-        if len(self.token_ids) == self.matching.failing_at:
+        self.is_asked = False
+        if (failing_at := self.matching.failing_at) is not None and len(self.token_ids) >= failing_at:
             self.on_answer(GenerationError("the grammar cannot be followed"))
             return
         found = self.matching.rule(self.token_ids)
-        self.on_answer(replace(found, drafted=self._drafted(found)))
         self.token_ids += found.forced
+        self.on_answer(found if found.forced else replace(found, drafted=tuple(self._drafted(found.mask, draft))))
 
-    def _drafted(self, found: Continuation) -> tuple[Mask, ...]:
-        """What may come behind each guess, up to the first that is not allowed or that forces others."""
-        masks: list[Mask] = []
-        for place, guess in enumerate(self.draft):
-            if found.forced or guess not in allowed_ids(token_mask(found.mask, [(0, 0)]), 256):
-                break
-            found = self.matching.rule([*self.token_ids, *self.draft[: place + 1]])
-            masks += [] if found.forced else [found.mask]
-        return tuple(masks)
+    def _drafted(self, mask: Mask, draft: Sequence[int]) -> Iterator[Mask]:
+        """It ends before guesses that force tokens, whatever the next ones."""
+        for place, guess in enumerate(draft):
+            if guess == EOS or guess not in allowed_ids(token_mask(mask, []), EOS + 1):
+                return
+            found = self.matching.rule([*self.token_ids, *draft[: place + 1]])
+            if found.forced or found.mask.allowed == (EOS,):
+                return
+            mask = found.mask
+            yield mask
 
     def end(self) -> None:
         assert not self.has_ended

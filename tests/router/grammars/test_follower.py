@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.running import ROOT
 DEMO = ROOT / "server" / "demo" / "tokenizer.json"
 ARGUMENTS = {"tokenizer_path": str(DEMO), "vocab_size": 2048, "eos_ids": [2]}
 REGEX = Grammar(GrammarKind.REGEX, "(cat|dog){40}")
+LETTERS = Grammar(GrammarKind.REGEX, "[ab]{40}")
 
 
 def long_schema(num_fields: int, number: int = 0) -> Grammar:
@@ -44,10 +45,10 @@ class Reader:
         self.match: Match = follower.begin(grammar, self.answers.put_nowait)
         self.last = grammar.first
 
-    def advance(self) -> None:
-        assert self.last.mask.allowed is not None
-        self.tokens.append(self.last.mask.allowed[0])
-        self.match.advance(self.tokens[-1])
+    def advance(self, draft: Sequence[int] = ()) -> None:
+        came = [mask.allowed[0] for mask in (self.last.mask, *self.last.drafted) if mask.allowed]
+        self.tokens += came
+        self.match.advance(came, draft)
 
     async def read(self) -> Continuation:
         answer = await asyncio.wait_for(self.answers.get(), 60)
@@ -85,9 +86,9 @@ async def go_on(reader: Reader, steps: int) -> None:
         await reader.read()
 
 
-def alone(steps: int) -> list[int]:
+def alone(steps: int, grammar: Grammar = REGEX) -> list[int]:
     """The tokens of a reader that nothing disturbs."""
-    text, tokens = Matchers(str(DEMO), 2048, [2]).begin(REGEX), []
+    text, tokens = Matchers(str(DEMO), 2048, [2]).begin(grammar), []
     for step in range(steps + 1):
         answer = text.go_on()
         tokens += answer["forced"]
@@ -154,7 +155,7 @@ async def test_texts_of_short_grammars_do_not_wait_for_long_ones() -> None:
         first = Reader(follower, compiled())
         await go_on(first, 1)
         for number in range(20):
-            Reader(follower, CompiledGrammar(long_schema(2000, number), compiled().first)).match.advance(0)
+            Reader(follower, CompiledGrammar(long_schema(2000, number), compiled().first)).match.advance((0,))
         short = Reader(follower, compiled())
         await go_on(short, 3)
         assert alone(3) == short.tokens
@@ -320,10 +321,63 @@ async def test_a_process_that_only_lacks_time_on_the_cores_becomes_ready(monkeyp
         assert 1 == len(started)
 
 
+async def test_a_draft_brings_the_masks_of_its_guesses_and_several_tokens_at_once() -> None:
+    async with following() as follower:
+        drafting, plain = Reader(follower, compiled(LETTERS)), Reader(follower, compiled(LETTERS))
+        await asyncio.gather(go_on(drafting, 1), go_on(plain, 1))
+        drafting.advance([68] * 4)
+        assert 4 == len((await drafting.read()).drafted)
+        drafting.advance([68] * 3)
+        assert 3 == len((await drafting.read()).drafted)
+        plain.advance([999, 68])
+        assert () == (await plain.read()).drafted
+        await asyncio.gather(go_on(drafting, 2), go_on(plain, 2))
+        assert (alone(12, LETTERS), alone(4, LETTERS)) == (drafting.tokens, plain.tokens)
+
+
+@pytest.mark.parametrize(("number", "drafts_later"), [(signal.SIGKILL, 2), (signal.SIGABRT, 0)])
+async def test_a_draft_is_told_once_and_no_other_where_it_may_have_ended_a_process(
+    monkeypatch: pytest.MonkeyPatch, number: int, drafts_later: int
+) -> None:
+    async with following() as follower:
+        reader = Reader(follower, compiled(LETTERS))
+        await go_on(reader, 1)
+        reader.advance([68, 68])
+        assert 2 == len((await reader.read()).drafted)
+        pid = await running(follower)
+        with monkeypatch.context() as patch:
+            patch.setattr(follower, "_order", lambda order: None)  # nobody is told, so nobody answers
+            reader.advance([68, 68])
+            os.kill(pid, number)
+            os.kill(await running(follower, but=pid), signal.SIGABRT)  # which counts, but is the first for all that
+        assert () == (await reader.read()).drafted
+        reader.advance([68, 68])
+        assert drafts_later == len((await reader.read()).drafted)
+        await go_on(reader, 1)
+        assert alone(7 + drafts_later, LETTERS) == reader.tokens
+
+
+async def test_a_text_that_takes_too_long_with_a_draft_fails_only_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with following() as follower:
+        reader = Reader(follower, compiled(LETTERS))
+        await go_on(reader, 1)
+        for fails in (False, True):
+            with monkeypatch.context() as patch:
+                pid = await running(follower)
+                patch.setattr(follower, "_order", lambda order: None)
+                reader.advance([68, 68])
+                follower._answer({"late": reader.match.key})
+                os.kill(pid, signal.SIGABRT)
+                while follower._process is not None:
+                    await asyncio.sleep(0.01)
+            answer = await asyncio.wait_for(reader.answers.get(), 60)
+            assert isinstance(answer, GenerationError if fails else Continuation)
+
+
 async def test_a_text_that_leaves_its_grammar_fails_alone() -> None:
     async with following() as follower:
         wrong, right = Reader(follower, compiled()), Reader(follower, compiled())
-        wrong.match.advance(94)
+        wrong.match.advance((94,))
         answer = await asyncio.wait_for(wrong.answers.get(), 60)
         assert isinstance(answer, GenerationError) and "cannot be followed" in str(answer)
         await go_on(right, 3)
