@@ -200,8 +200,8 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     shard = _connect(config, device)
     neighbours = _neighbours(config, stage, shard, device, dtype, carried_width(spec, stage))
     cache = KV_FORMATS[config.kv_cache_dtype]
-    kv_bytes = kv_shape(spec, stage, shard, dtype, cache).bytes_per_token
-    auto = placing.automatic(config, part, backend, dtype, shard, kv_bytes, _kept(quantised, config, device, dtype))
+    of_sequences = kv_shape(spec, stage, shard, dtype, cache)
+    auto = placing.automatic(config, part, backend, dtype, shard, of_sequences, _kept(quantised, config, device, dtype))
     placement = placing.choose_placement(config, part, device, auto)
     weights = Weights.open(
         checkpoint,

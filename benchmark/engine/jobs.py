@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmark import launch
+from benchmark.cost.devices import kept_bytes
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, ModelShape
 from benchmark.engine import shards
@@ -34,9 +35,10 @@ from benchmark.engine.schedules import (
     search,
 )
 from benchmark.result import BenchError
+from router.scheduling.limits import Limits
 from router.shards.client import StreamedReply
 from router.text.tokenizer import ModelTokenizer
-from server.arch.footprint import step_bytes, window_shares
+from server.arch.footprint import state_bytes, step_bytes
 from server.offload.cost import MOST_SPANS, Rates, Sizes, Span, StepCost, busy_seconds
 from server.offload.share import Share
 
@@ -249,12 +251,13 @@ def best_policy(
     shares = [fixed] if fixed is not None else shares_of(sizes.num_layers)
     can_stream = measured.rates.link < math.inf
     tried, candidates = shares if can_stream else [1.0], {}
+    kept = kept_bytes(served, prefill_tokens, max(map(length_of, prompts)))
     for policy in chosen:
         limits = policy.limits(
             prompts, block_size=BLOCK_SIZE, vocab_size=served.shape.spec.vocab_size, prefill_tokens=prefill_tokens
         )
         works = planned(policy, prompts, limits)
-        candidates[policy] = (works, limits.max_batch_total_tokens * sizes.kv_per_token)
+        candidates[policy] = (works, _cache_bytes(policy.at_once(prompts, BLOCK_SIZE), limits, sizes, kept))
     found = search(candidates, lambda share: cost_of(sizes, measured.rates, (1 - share) * sizes.layers), memory, tried)
     if found is None:
         layers = min(share * sizes.layers + sizes.slots * (share < 1) for share in tried)
@@ -264,6 +267,14 @@ def best_policy(
         where = "" if can_stream else ", and nothing can stream without --offload-dir"
         raise BenchError(f"nothing fits into {memory / 1e9:.2f} GB beside what must stay{where}: {remedy}")
     return found
+
+
+def _cache_bytes(sequences: int, limits: Limits, sizes: Sizes, kept: tuple[int, int]) -> float:
+    """What must be free for a cache with states or rings of so many sequences. kept: see `devices.kept_bytes`."""
+    of_token, of_sequence = kept
+    beside = (sequences + bool(sizes.states)) * of_sequence
+    # A server gives at most half of what is free to states and rings, and keeps room for one more.
+    return max(limits.max_batch_total_tokens * of_token + beside, 2 * (sequences + 1) * of_sequence)
 
 
 def why_chosen(found: Found, served: ServedModel, measured: Measured, memory: float) -> str:
@@ -306,7 +317,8 @@ def sizes_of(served: ServedModel) -> Sizes:
         head=head,
         kv_per_token=served.kv_bytes_per_token,
         experts=shape.expert_bytes(served.dtype, served.quantize),
-        windows=window_shares(shape.spec),
+        windows=served.kv_bytes,
+        states=state_bytes(shape.spec),
     )
 
 

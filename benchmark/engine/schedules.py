@@ -227,12 +227,11 @@ class StreamedCost:
         """See `cost.Cost`."""
         sizes = self.cost.sizes
         read = sum(
-            share * (work.prompt_keys(window)[0] - work.prompt_tokens + work.decode_keys(window)[0])
-            for window, share in sizes.windows.items()
+            num_bytes * (work.prompt_keys(window)[0] - work.prompt_tokens + work.decode_keys(window)[0])
+            for window, num_bytes in sizes.seen.items()
         )
-        return self.cost.seconds(
-            tokens=work.prompt_tokens + work.decoding, sampled=work.sampled, kv_bytes=read * sizes.kv_per_token
-        )
+        read += 2 * sizes.states * work.sampled
+        return self.cost.seconds(tokens=work.prompt_tokens + work.decoding, sampled=work.sampled, kv_bytes=read)
 
 
 @dataclass

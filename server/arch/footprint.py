@@ -6,7 +6,7 @@ The server asks when its first layer is there, the benchmark before there is a s
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from server.arch.recurrences import Recurrence
 from server.arch.spec import ArchSpec, Gated, LayerSpec, Mlp, Moe
@@ -55,10 +55,16 @@ def expert_sizes(spec: ArchSpec) -> dict[float, int]:
     return dict(found)
 
 
-def window_shares(spec: ArchSpec) -> dict[int, float]:
-    """Which share of the layers that attend has which window: tokens that a query sees, itself included; 0: all."""
-    windows = [layer.reach for layer in spec.layers if layer.attends]
-    return {window: count / len(windows) for window, count in Counter(windows).items()}
+def seen_by_window(spec: ArchSpec, kept: Sequence[int]) -> dict[int, int]:
+    """Bytes of a token's keys and values that all layers look at, by their windows: tokens that a query sees, itself
+    included; 0: all. kept: bytes of each layer that keeps them."""
+    found: Counter[int] = Counter()
+    sizes, own = [0] * spec.num_layers, iter(kept)
+    for index, layer in enumerate(spec.layers):
+        if layer.attends:
+            sizes[index] = sizes[index - layer.kv_from] if layer.kv_from else next(own)
+            found[layer.reach] += sizes[index]
+    return dict(found)
 
 
 def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:

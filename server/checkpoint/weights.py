@@ -442,7 +442,7 @@ class Weights:
 
     def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
         name = f"{self._name(role, expert)}.weight"
-        if name not in self.checkpoint and (fused := self._fused(role)) is not None:
+        if name not in self.checkpoint and (fused := self.fused(role)) is not None:
             return self._own(self._of_expert(fused, size, dim, ranges, expert), dim)
         if not self.names.transposed:
             return self._own([self._read(name, size, dim, part) for part in ranges], dim)
@@ -452,7 +452,7 @@ class Weights:
     def refuse_other_experts(self, count: int) -> None:
         """Raise CheckpointError where one tensor holds all experts, and not so many of them, or in fewer bits."""
         for role in self.names.fused_experts:
-            if (fused := self._fused(role)) is None or isinstance(self.checkpoint, RandomCheckpoint):
+            if (fused := self.fused(role)) is None or isinstance(self.checkpoint, RandomCheckpoint):
                 continue
             found = self.checkpoint.shape_of(fused.name)
             if len(found) != 3 or found[0] != count:
@@ -466,12 +466,7 @@ class Weights:
                     "tensor are served dense: take a checkpoint in which each expert has tensors of its own"
                 )
 
-    @property
-    def has_fused_experts(self) -> bool:
-        """Whether one tensor of this layer holds the matrices of all experts."""
-        return any(self._fused(role) is not None for role in self.names.fused_experts)
-
-    def _fused(self, role: str) -> FusedRows | None:
+    def fused(self, role: str) -> FusedRows | None:
         """Where all experts' matrices of a role are, by the name that this checkpoint has; None: not in one tensor."""
         if (known := self.names.fused_experts.get(role)) is None:
             return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from server.arch.footprint import expert_sizes, layer_sizes, step_bytes, window_shares
+from server.arch.footprint import expert_sizes, layer_sizes, seen_by_window, step_bytes
 from server.arch.spec import ArchSpec
+from server.arch.windows import ring_for
 from server.backends import Backend, Device
 from server.backends.cpu.device import CpuDevice
 from server.blocks import BLOCK_SIZE, num_blocks
@@ -23,7 +25,7 @@ from server.offload.share import Share
 from server.offload.stores import Store
 from server.quantisation.sizes import Storage
 from server.ranks.collectives import Shard
-from server.stepping.cache import KvOnDevice
+from server.stepping.cache import STATE_DTYPE, KvOnDevice, KVShape
 
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say
 
@@ -50,12 +52,12 @@ def automatic(
     backend: Backend,
     dtype: torch.dtype,
     shard: Shard,
-    kv_bytes_per_token: int,
+    kept: KVShape,
     storage: Storage | None = None,
 ) -> Auto | None:
     """What finds how much stays, where that is asked for; it measures when the first layer is there.
 
-    storage: how linear layers are stored; None: dense.
+    kept: what this rank keeps of sequences, without rings; storage: how linear layers are stored; None: dense.
     """
     if config.weights_on_device != AUTO:
         return None
@@ -63,7 +65,7 @@ def automatic(
     return Auto(
         backend.device,
         shard,
-        _wanted(config, spec, dtype, shard, kv_bytes_per_token, storage),
+        _wanted(config, spec, dtype, shard, kept, storage),
         rates=partial(_rates, config, spec, backend, dtype, storage),
         why_not=None if has_somewhere else NO_FOLDER.format(AUTO),
         fraction=config.cuda_memory_fraction,
@@ -75,28 +77,35 @@ def _wanted(
     spec: ArchSpec,
     dtype: torch.dtype,
     shard: Shard,
-    kv_bytes_per_token: int,
+    kept: KVShape,
     storage: Storage | None,
 ) -> Wanted:
     """What the limits want of this rank's memory, beside the layers' weights."""
-    lengths = [config.max_total_tokens or DEFAULT_TOTAL_TOKENS, spec.max_positions, config.max_batch_total_tokens]
+    bounds = [length for length in (spec.max_positions, config.max_batch_total_tokens) if length]
+    lengths = [config.max_total_tokens or DEFAULT_TOTAL_TOKENS, *bounds]
+    # The longest sequence that the warm-up is asked for, which decides about rings.
+    asked = config.max_total_tokens or min(bounds, default=DEFAULT_TOTAL_TOKENS)
+    ringed = replace(kept, ring=ring_for(kept.window, config.max_batch_prefill_tokens, asked))
+    states = STATE_DTYPE.itemsize * sum(kept.states)
     rows, width = -(-spec.vocab_size // shard.world_size), spec.embed_dim or spec.hidden_size
     stored = storage and storage.of_head(is_tied=spec.tied_head)
     head = rows * width * dtype.itemsize if stored is None else stored.weight_bytes(rows, width)
     kind = spec.per_layer_inputs
     inputs = kind.dim * spec.num_layers * -(-kind.vocab_size // shard.world_size) * dtype.itemsize if kind else 0
-    longest = num_blocks(min(length for length in lengths if length)) + (spec.encoder is not None)
+    longest = num_blocks(min(lengths)) + (spec.encoder is not None)
     return Wanted(
         longest=longest * BLOCK_SIZE,
         sequences=config.max_sequences or 1,
         kv_tokens=config.max_batch_total_tokens,
-        kv_bytes_per_token=kv_bytes_per_token,
+        kv_bytes_per_token=ringed.bytes_per_token,
         head_bytes=head,
         later_bytes=(0 if spec.tied_head else head) + inputs,
         step_bytes=step_bytes(spec, config.max_batch_prefill_tokens, dtype.itemsize, shard.world_size),
         layer_sizes=layer_sizes(spec),
         expert_sizes=expert_sizes(spec),
-        windows=window_shares(spec),
+        windows=seen_by_window(spec, [layer.bytes_per_token for layer in kept.layers]),
+        state_bytes=states,
+        ring_bytes=ringed.bytes_per_sequence - states,
     )
 
 

@@ -64,13 +64,15 @@ class Wanted:
     longest: int
     sequences: int
     kv_tokens: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # that the KV cache keeps
     head_bytes: int
     later_bytes: int  # of weights beside the layers that are loaded after them
     step_bytes: int  # what the largest step takes
     layer_sizes: Sequence[int] = ()  # of all layers beside one another, in the order of loading; none: they are alike
     expert_sizes: Mapping[float, int] = field(default_factory=dict)  # likewise of experts; see `cost.Sizes`
-    windows: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})  # see there
+    windows: Mapping[int, float] | None = None  # see there
+    state_bytes: int = 0  # of a sequence
+    ring_bytes: int = 0  # likewise
 
 
 @dataclass
@@ -98,21 +100,24 @@ class Auto:
         unit = self._most(layer_bytes) / (wanted.layer_sizes or (1,))[0]
         layers, largest = unit * sum(wanted.layer_sizes or [1] * total_layers), unit * max(wanted.layer_sizes or (1,))
         experts = {share: unit * size for share, size in wanted.expert_sizes.items()}
-        kv_bytes_per_token = max(wanted.kv_bytes_per_token, 1)
         sizes = Sizes(
-            layers, total_layers, wanted.head_bytes, kv_bytes_per_token, largest, experts, windows=wanted.windows
+            *(layers, total_layers, wanted.head_bytes, max(wanted.kv_bytes_per_token, 1), largest, experts),
+            windows=wanted.windows,
+            states=wanted.state_bytes,
+            rings=wanted.ring_bytes,
         )
         room = Room(memory, wanted.longest, wanted.sequences, wanted.kv_tokens)
-        if memory >= layers + room.useful_tokens * sizes.kv_per_token:
+        if _fits(sizes, room):
             self.fitting = f"{layers / 1e9:.2f} GB of layers fit beside a KV cache of {room.useful_tokens} tokens"
             return ALL  # and there is nothing to be measured
         self.measured = self._agreed(self.rates(layer_bytes) if self.why_not is None else NO_LINK)
         self.chosen = choose(sizes, self.measured, room)
         if self.chosen is None:
             tokens = max(room.longest, room.kv_tokens)
+            kept = tokens * sizes.kv_per_token + sizes.beside_tokens(1)
             raise ValueError(
                 f"--weights-on-device auto finds {memory / 1e9:.2f} GB for layers, slots and KV cache, and a KV cache "
-                f"of {tokens} tokens with two layers takes {(tokens * sizes.kv_per_token + sizes.slots) / 1e9:.2f} GB: "
+                f"of {tokens} tokens with two layers takes {(kept + sizes.slots) / 1e9:.2f} GB: "
                 "lower --max-batch-total-tokens or --max-total-tokens, or use more shards"
             )
         if not self.chosen.streams:
@@ -150,6 +155,15 @@ class Auto:
 
     def _most(self, value: int) -> int:
         return -self._least(-value)
+
+
+def _fits(sizes: Sizes, room: Room) -> bool:
+    """Whether all layers stay beside the fullest cache, with states and rings of all sequences."""
+    left = room.memory - sizes.layers
+    tokens = left - sizes.beside_tokens(room.sequences)
+    return sizes.sequences_in(left, room.sequences) == room.sequences and (
+        tokens >= room.useful_tokens * sizes.kv_per_token
+    )
 
 
 def link_rate(store: Store, device: Device, image_bytes: int, seconds: float = LINK_SECONDS) -> float:

@@ -6,7 +6,8 @@ small set. What differs: rates are measured and not fitted, a step computes all 
 prompts.
 
 Of a mixture of experts a step multiplies with those that its tokens go to, each with its own part of them. In a layer
-with a window no sequence looks at more keys than that.
+with a window no sequence looks at more keys than that. Rings and states are kept for as many sequences as a server's
+warm-up keeps them for (`server/stepping/warmup.py`), however few run.
 
 What the link and the layers did when is recorded beside it (`Times`), bounded. Moments are those of
 `time.perf_counter`, which all processes of a machine share on Linux, so that the sender of a step can lay its own
@@ -81,20 +82,37 @@ class Sizes:
     layers: float  # the weights of all layers, as they are stored
     num_layers: int
     head: float
-    kv_per_token: float
+    kv_per_token: float  # that the KV cache keeps
     largest: float = 0.0  # of the layers; 0: they are alike
     experts: Mapping[float, float] = field(default_factory=dict)  # of `layers`, by the share that a token goes to
-    windows: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})  # share of `kv_per_token`; 0: sees all
+    # Of a token's keys and values, by the window of the layers that look at them; 0: they see all; None: all do.
+    windows: Mapping[int, float] | None = None
+    states: float = 0.0  # of a sequence, which each of its steps reads and writes
+    rings: float = 0.0  # of a sequence
 
     @property
     def slots(self) -> float:
         """Memory through which layers stream."""
         return SLOTS * max(self.largest, self.layers / self.num_layers)
 
+    @property
+    def seen(self) -> Mapping[int, float]:
+        """`windows`, whether there are any or not."""
+        return {0: self.kv_per_token} if self.windows is None else self.windows
+
     def kv_bytes(self, sequences: float, length: float) -> float:
-        """Keys and values that so many sequences look at, of so many tokens each."""
-        seen = ((min(length, window) if window else length, share) for window, share in self.windows.items())
-        return sequences * self.kv_per_token * sum(tokens * share for tokens, share in seen)
+        """Keys, values and states that so many sequences look at, of so many tokens each."""
+        seen = ((min(length, window) if window else length, num_bytes) for window, num_bytes in self.seen.items())
+        return sequences * (2 * self.states + sum(tokens * num_bytes for tokens, num_bytes in seen))
+
+    def beside_tokens(self, sequences: int) -> float:
+        """States and rings of so many sequences; one state more is nobody's."""
+        return (sequences + bool(self.states)) * self.states + sequences * self.rings
+
+    def sequences_in(self, memory: float, most: int) -> int:
+        """How many of `most` sequences have states and rings in so many bytes, of which these take at most half."""
+        each = self.states + self.rings
+        return min(most, max(0, int(memory / 2 // each) - 1)) if each else most
 
 
 @dataclass(frozen=True)
@@ -182,10 +200,11 @@ def _choice(sizes: Sizes, rates: Rates, room: Room, count: int) -> Choice | None
     streams = count < sizes.num_layers
     resident = sizes.layers * count / sizes.num_layers
     left = room.memory - resident - sizes.slots * streams
-    kv_tokens = int(min(room.useful_tokens, left / sizes.kv_per_token))
-    if kv_tokens < max(room.longest, room.kv_tokens):
+    with_states = sizes.sequences_in(left, room.sequences)
+    kv_tokens = int(min(room.useful_tokens, (left - sizes.beside_tokens(with_states)) / sizes.kv_per_token))
+    if not with_states or kv_tokens < max(room.longest, room.kv_tokens):
         return None
-    sequences = min(room.sequences, kv_tokens // room.longest)
+    sequences = min(with_states, kv_tokens // room.longest)
     cost = StepCost(sizes, rates, sizes.layers - resident)
     seconds = cost.seconds(tokens=sequences, sampled=sequences, kv_bytes=sizes.kv_bytes(sequences, room.longest / 2))
     return Choice(resident, kv_tokens, sequences, seconds, streams)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,16 +20,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.arch.spec import Activation
+from server.arch.spec import Activation, KvHeads, LayerSpec
 from server.backends.device import Device
 from server.backends.protocol import GroupedLinear, LinearFormat, StepMeta
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.layers.embedding import Head
-from server.model.layer import AttentionBlock, Layer, LayerStep, Stream
+from server.layers.linear import ColumnLinear, RowLinear
+from server.layers.mlp import MoeMlp
+from server.model.layer import BesideBlock, Layer, LayerStep, Stream
 from server.model.transformer import Stack
 from server.quantize.plan import PLACES
 from server.stepping.batch import BLOCKS, PROMPT_LENGTH, Layout, Tables
+from server.stepping.cache import Kept, KvAndState
 
+# Place (`plan.PLACES`) -> what a block calls the matrices there.
+FIELDS: Mapping[str, Sequence[str]] = {
+    "qkv": ("qkv", "down", "qkvz", "bcx", "zxbcdt"),
+    "q_b": ("up",),
+    "attention_out": ("out",),
+    "recurrence_out": ("out",),
+    "up": ("up",),
+    "down": ("down",),
+}
 Watch = Callable[[int, Tensor], None]  # an expert's number, 0 where there are none, and inputs [T, D] of it
 
 
@@ -51,11 +63,9 @@ class Streams:
 
     def __init__(self, texts: Texts, frame: Stack, device: Device) -> None:
         self._texts = texts
+        self._spec, self._device = frame.spec, device
+        self._kept: dict[tuple[KvHeads | None, int], Kept] = {}  # by what a layer keeps of a sample
         blocks = num_blocks(texts.length)
-        kinds = {frame.spec.kv_heads(layer) for layer in frame.spec.layers}
-        self._caches = {
-            kind: device.empty_kv((2, blocks, kind.count, BLOCK_SIZE, kind.dim), torch.float32) for kind in kinds
-        }
         self._tables = Tables.empty(2, blocks, device.torch_device)
         self._tables.entries[1, PROMPT_LENGTH] = texts.length
         self._tables.entries[1, BLOCKS:] = torch.arange(blocks, device=device.torch_device)
@@ -71,20 +81,34 @@ class Streams:
         token_ids, meta = self._tables.step(layout, device.upload(layout.numbers))
         return token_ids, replace(meta, context_lengths=[len(sample)])
 
-    def through(self, layer: Layer) -> None:
-        """Take every sample through a layer and forget what it was."""
-        for index, x in enumerate(self._states):
-            self._states[index] = self._one(layer, x)
+    def through(self, layer: Layer, index: int) -> None:
+        """Take every sample through a layer, the model's `index`-th, and forget what it was."""
+        for number, x in enumerate(self._states):
+            self._states[number] = self._one(layer, index, x)
 
-    def show(self, layer: Layer) -> None:
+    def show(self, layer: Layer, index: int) -> None:
         """Take every sample through a layer whose matrices are watched, and stay before it."""
         for x in self._states:
-            self._one(layer, x)
+            self._one(layer, index, x)
 
-    def _one(self, layer: Layer, x: Tensor) -> Tensor:
+    def _one(self, layer: Layer, index: int, x: Tensor) -> Tensor:
         assert self._step is not None, "there is at least one sample"
-        assert isinstance(layer.attention, AttentionBlock), "others are refused"
-        return layer(Stream(x), self._caches[layer.attention.kv_heads], self._step).total
+        return layer(Stream(x), self._kept_by(self._spec.layers[index]), self._step).total
+
+    def _kept_by(self, layer: LayerSpec) -> Kept:
+        """Where a layer keeps what it does of the sample at hand, which begins anew."""
+        heads, size = self._spec.cached(layer), layer.recurrence.state_size if layer.recurrence else 0
+        if (heads, size) not in self._kept:
+            self._kept[heads, size] = self._empty(heads, size)
+        return self._kept[heads, size]
+
+    def _empty(self, heads: KvHeads | None, size: int) -> Kept:
+        states = torch.zeros(2, size, dtype=torch.float32, device=self._device.torch_device)
+        if heads is None:
+            return states
+        shape = (heads.rows, num_blocks(self._texts.length), heads.count, BLOCK_SIZE, heads.dim)
+        blocks = self._device.empty_kv(shape, torch.float32)
+        return KvAndState(blocks, states) if size else blocks
 
     def perplexity(self, frame: Stack, head: Head) -> float:
         """Of the texts, behind the last layer: each token but a sample's first, by those before it.
@@ -188,12 +212,29 @@ class WatchedExperts:
 
 def watched(layer: Layer, place: str, watch: Watch) -> Layer:
     """The layer with the matrices of one place showing their inputs."""
-    part, field, _ = PLACES[place]
+    part, _ = PLACES[place]
     block: Any = getattr(layer, part)
-    linear: Any = getattr(block, field)
-    if hasattr(linear, "weight"):
-        shown: Any = replace(linear, weight=WatchedLinear(linear.weight, watch))
-    else:
-        shown = WatchedExperts(linear, watch)
-    fields: dict[str, Any] = {part: replace(block, **{field: shown})}
+    fields: dict[str, Any] = {part: _watched(block, place, watch)}
     return replace(layer, **fields)
+
+
+def _watched(block: Any, place: str, watch: Watch) -> Any:
+    if isinstance(block, BesideBlock):
+        if place == "qkv":  # both read the same
+            return replace(block, attention=_watched(block.attention, place, watch))
+        parts = list(block.out.parts)
+        which = ("attention_out", "recurrence_out").index(place)
+        parts[which] = _shown(parts[which], watch)
+        return replace(block, out=replace(block.out, parts=tuple(parts)))
+    field = next(name for name in FIELDS[place] if hasattr(block, name))
+    linear = getattr(block, field)
+    shown = WatchedExperts(linear, watch) if isinstance(block, MoeMlp) else _shown(linear, watch)
+    return replace(block, **{field: shown})
+
+
+def _shown(linear: Any, watch: Watch) -> Any:
+    """linear: a weight, or what has one beside its bias."""
+    if not isinstance(linear, ColumnLinear | RowLinear):
+        return WatchedLinear(linear, watch)
+    fields: dict[str, Any] = {"weight": WatchedLinear(linear.weight, watch)}
+    return replace(linear, **fields)

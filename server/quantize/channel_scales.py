@@ -47,7 +47,7 @@ NORMS: Mapping[Residual, Mapping[str, tuple[str, ...]]] = {
 }
 # What reads the same inputs beside the matrices of a place, where a layer has it.
 READERS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("attention_gate",),
+    "qkv": ("attention_gate", "delta_b", "delta_a", "delta_ba"),
     "up": ("router", "shared_router", "shared_gate", "shared_up"),
 }
 
@@ -66,11 +66,17 @@ class Origin:
 
 def origin_of(weights: Weights, spec: ArchSpec, index: int, matrices: MatrixSet) -> Origin | None:
     """Where the inputs of a layer's matrices come from; None where nothing can be divided there."""
-    if matrices.place in ("qkv", "up"):
-        return _norm(weights.of_layer(index), spec, matrices.place)
-    if matrices.place == "attention_out":
-        return _values(weights.of_layer(index), spec, spec.layers[index])
-    return _gated(weights.of_layer(index), spec, index, matrices.expert)
+    of_layer, layer = weights.of_layer(index), spec.layers[index]
+    match matrices.place:
+        case "qkv" | "up":
+            return _norm(of_layer, spec, matrices.place)
+        case "q_b":
+            return Origin(("q_b",), (f"{of_layer.name_of('q_a_norm')}.weight",))
+        case "attention_out":
+            return _values(of_layer, spec, layer)
+        case "down":
+            return _gated(of_layer, spec, index, matrices.expert)
+    return None  # a gate or a norm of each head stands before a recurrence's last matrix
 
 
 def _norm(weights: Weights, spec: ArchSpec, place: str) -> Origin | None:
@@ -91,7 +97,7 @@ def _norm(weights: Weights, spec: ArchSpec, place: str) -> Origin | None:
 
 def _values(weights: Weights, spec: ArchSpec, layer: LayerSpec) -> Origin | None:
     heads = spec.kv_heads(layer)
-    if spec.num_heads != heads.count or spec.qkv_clip or spec.v_norm or layer.keys_are_values:
+    if spec.num_heads != heads.count or spec.qkv_clip or spec.v_norm or layer.keys_are_values or layer.latent:
         return None
     width = heads.count * heads.dim
     if weights.has("qkv"):
@@ -107,6 +113,8 @@ def _values(weights: Weights, spec: ArchSpec, layer: LayerSpec) -> Origin | None
 def _gated(weights: Weights, spec: ArchSpec, index: int, expert: int) -> Origin | None:
     mlp = spec.layers[index].mlp
     if isinstance(mlp, Moe):
+        if not mlp.gated:
+            return None
         return Origin(("down",), matrix=weights.name_of("expert_up", expert), rows=torch.arange(mlp.width))
     if not isinstance(mlp, Gated):
         return None

@@ -32,7 +32,7 @@ from server.quantize.calibration import Texts
 from server.quantize.edited_checkpoint import EditedCheckpoint, FinishedFormat
 from server.quantize.layerwise import Perplexity, Progress, Quantiser, Report
 from server.quantize.output_folder import OutputFolder, config_of, output_folder, partial_of, scale_dtype, tensors_of
-from server.quantize.plan import PLACES, MatrixSet, Plan, make_plan
+from server.quantize.plan import MatrixSet, Plan, make_plan, pieces_of
 from server.quantize.recipe import Job, Recipe
 from server.ranks.collectives import Shard
 
@@ -76,6 +76,7 @@ def run(job: Job, device: Device, report: Report) -> Outcome:
     scales = scale_dtype(job.recipe, dtype)
     finished = FinishedFormat(scales)
     weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, device.torch_device, finished)
+    checkpoint.split(pieces_of(weights, spec))
     plan = make_plan(weights, spec, job.recipe)
     if (largest := max(map(max, (*job.calibration, *job.held_out)))) >= spec.vocab_size:
         raise ValueError(
@@ -182,8 +183,7 @@ class Bar(StatusLine):
             return
         self._errors[progress.place] = progress.error
         self._rounded += progress.rounded
-        done = progress.layer + (list(PLACES).index(progress.place) + 1) / len(PLACES)
-        is_last = progress.place == [*PLACES][-1]
+        done, is_last = progress.layer + progress.share, progress.share == 1.0
         self._draw(self._line(progress, done), done / progress.num_layers, is_last=is_last)
         if is_last:
             self._errors = {}
@@ -200,7 +200,7 @@ class Bar(StatusLine):
     def _line(self, progress: Progress, done: float) -> str:
         passed = time.monotonic() - self._started
         left = f", {duration(passed * (progress.num_layers / done - 1))} left"
-        if progress.place == [*PLACES][-1] and not self.is_live:
+        if progress.share == 1.0 and not self.is_live:
             left = f" done after {duration(passed)}"  # a line that stays
         errors = ", ".join(f"{place} {error:.2%}" for place, error in self._errors.items())
         few = f"; {self._rounded} matrices saw few tokens and are only rounded" if self._rounded else ""

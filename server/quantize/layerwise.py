@@ -48,6 +48,7 @@ class Progress:
     place: str = ""
     error: float = 0.0
     rounded: int = 0  # matrices that were only rounded, because they saw few inputs
+    share: float = 1.0  # of the layer that is done
 
 
 Report = Callable[[Progress], None]
@@ -86,12 +87,14 @@ class Quantiser:
         before = self._before(held_out)
         seen, quantised = self._streams(calibration, held_out)
         for index, matrix_sets in enumerate(self.plan.matrix_sets):
-            for place in dict.fromkeys(matrices.place for matrices in matrix_sets):
+            places = list(dict.fromkeys(matrices.place for matrices in matrix_sets))
+            for number, place in enumerate(places, 1):
                 inputs = self._inputs(seen, index, place)
-                self._quantise(index, [matrices for matrices in matrix_sets if matrices.place == place], inputs)
+                of_place = [matrices for matrices in matrix_sets if matrices.place == place]
+                self._quantise(index, of_place, inputs, number / len(places))
             layer = self._layer(index)
             for streams in (seen, quantised):
-                streams.through(layer)
+                streams.through(layer, index)
             self.finish(matrix_sets)
             names = [name for matrices in matrix_sets for name in matrices.names.values()]
             self.finished.forget(names)
@@ -107,7 +110,7 @@ class Quantiser:
         """The perplexity of the model as it is, all of whose tensors are read for that."""
         (dense,) = self._streams(held_out)
         for index in range(self.spec.num_layers):
-            dense.through(self._layer(index))
+            dense.through(self._layer(index), index)
             self.report(Progress(index, self.spec.num_layers))
         perplexity = self._perplexity(dense)
         self.weights.refuse_leftovers()
@@ -141,11 +144,11 @@ class Quantiser:
                 found[expert] = Inputs.of(x.shape[1], x.device)
             found[expert].add(x)
 
-        streams.show(watched(self._layer(index), place, watch))
+        streams.show(watched(self._layer(index), place, watch), index)
         return found
 
-    def _quantise(self, index: int, matrix_sets: Sequence[MatrixSet], inputs: dict[int, Inputs]) -> None:
-        """All matrices at one place of a layer."""
+    def _quantise(self, index: int, matrix_sets: Sequence[MatrixSet], inputs: dict[int, Inputs], done: float) -> None:
+        """All matrices at one place of a layer. done: share of the layer with which that is done."""
         if scale := self._fold(index, matrix_sets, inputs):
             inputs = {expert: those.divided(scale[expert]) for expert, those in inputs.items()}
         error = total = 0.0
@@ -164,7 +167,7 @@ class Quantiser:
                 error += _square(difference, of_set)
                 total += _square(weight, of_set)
         share = error / total if total else 0.0
-        self.report(Progress(index, self.spec.num_layers, matrix_sets[0].place, share, rounded))
+        self.report(Progress(index, self.spec.num_layers, matrix_sets[0].place, share, rounded, done))
 
     def _rounded(self, name: str, weight: Tensor, inputs: Inputs, *, is_little: bool) -> QuantisedWeight:
         recipe, scale_dtype = self.recipe, self.finished.scale_dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, head_dim, rope, windowed
+from server.arch.families.hf_config import Config, activation, head_dim, period, rope, windowed
 from server.arch.spec import ArchSpec, Gated, Residual, RmsNormSpec
 
 NAMES = llama.NAMES
@@ -60,8 +60,8 @@ def spec_of_2(config: Config) -> ArchSpec:
 def spec_of_3(config: Config) -> ArchSpec:
     if config.get("use_bidirectional_attention"):
         raise ValueError("config.json asks for use_bidirectional_attention: Gemma 3 is served as it generates text")
-    dim, pattern = head_dim(config), config.get("sliding_window_pattern") or 6
-    base = windowed(spec_of_2(config), config, lambda i: (i + 1) % pattern != 0)
+    dim, each = head_dim(config), period(config, 6)
+    base = windowed(spec_of_2(config), config, lambda i: (i + 1) % each != 0)
     full = rope(config, dim, kind="full_attention", theta=1e6)
     local_theta = {"rope_theta": config.get("rope_local_base_freq")}
     local = rope({"rope_parameters": config.get("rope_parameters") or local_theta}, dim, kind="sliding_attention")

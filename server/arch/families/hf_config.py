@@ -1,8 +1,8 @@
 """config.json as families read it: what its fields must be, and what several families read in the same way.
 
 A checkpoint is untrusted: a field of the wrong kind is one sentence here, and not an error somewhere in the arithmetic.
-Fields that no family reads pass, and so does null, which counts as left out. Left out: whether fields fit each other
-(`spec.validate`).
+Fields that no family reads pass, and so does null, which counts as left out unless it is said to mean something. Left
+out: whether fields fit each other (`spec.validate`).
 """
 
 from __future__ import annotations
@@ -173,6 +173,7 @@ FIELDS: dict[str, Kind] = {
 }
 
 
+MEANT_NULLS = {"block_ffn_dim_multiplier"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -206,11 +207,12 @@ def _checked(config: Mapping[str, Any], within: str) -> dict[str, Any]:
 
     Rotations that are told by types of layers are told so alone: transformers 5 may write other values beside them.
     """
-    given = {}
+    given: dict[str, Any] = {}
     by_type = {name: config[name] for name in LAYER_TYPES if isinstance(config.get(name), Mapping)}
     for name, value in (by_type or config).items():
         kind = FIELDS.get(name)
         if value is None:
+            given |= {name: None} if name in MEANT_NULLS else {}
             continue
         if kind is not None and not kind.fits(value):
             raise ValueError(
@@ -285,6 +287,22 @@ def windowed(spec: ArchSpec, config: Config, is_windowed: Callable[[int], bool])
     layers = zip(spec.layers, types, strict=True)
     windows = (replace(layer, window=window if kind == "sliding_attention" else 0) for layer, kind in layers)
     return replace(spec, layers=tuple(windows))
+
+
+def period(config: Config, default: int) -> int:
+    """Each how-manyeth layer has no window, for `windowed`, by `sliding_window_pattern`.
+
+    Raises ValueError for letters without `layer_types`, which transformers does not take from this family either.
+    """
+    given = config.get("sliding_window_pattern") or default
+    if not isinstance(given, str):
+        return int(given)
+    if config.get("layer_types"):
+        return default
+    raise ValueError(
+        f"config.json says sliding_window_pattern {given!r}, which must be a number in this family: write layer_types, "
+        "one for each layer"
+    )
 
 
 def as_many(given: Sequence[T] | None, default: Sequence[T], name: str) -> Sequence[T]:

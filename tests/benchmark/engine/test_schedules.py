@@ -199,7 +199,7 @@ def test_a_mixture_is_priced_by_the_experts_of_a_step(tokens: int, milliseconds:
 
 
 def test_windowed_layers_look_at_their_window_alone() -> None:
-    sizes = replace(SIZES, windows={0: 0.25, 100: 0.75})
+    sizes = replace(SIZES, windows={0: 0.25 * SIZES.kv_per_token, 100: 0.75 * SIZES.kv_per_token})
     work = StepWork(prompt_tokens=50, prompt_pairs=5000, prompt_read=400, decoding=4, context=4000, sampled=4)
     seconds = [
         StreamedCost(cost_of(one, RATES, 0.0)).seconds(work) - StreamedCost(cost_of(one, RATES, 0.0)).seconds(none)

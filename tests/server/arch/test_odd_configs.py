@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from server.arch import families
 from server.arch.families.hf_config import FIELDS, INFINITY, MOST_DEPTH, OBJECT, checked
+from server.arch.spec import Gated
 from tests.server.published import BAICHUAN, CHATGLM
 from tests.server.tiny import CASES, COMMON
 from tests.test_architecture import sources
@@ -54,6 +55,34 @@ def test_whatever_a_field_is_it_is_served_or_refused_with_a_sentence(case: str) 
             families.find(odd)
         except ValueError as error:
             assert str(error).startswith("config.json "), (str(error), odd)
+
+
+@pytest.mark.parametrize(("factor", "width"), [({}, 256), ({"block_ffn_dim_multiplier": 2.0}, 512),
+                                               ({"block_ffn_dim_multiplier": None}, 170)])  # fmt: skip
+def test_a_factor_that_is_null_leaves_out_what_follows_it(factor: dict[str, Any], width: int) -> None:
+    """As `Lfm2MLP` of transformers does, whose config of today takes no null."""
+    given = config_of("lfm2") | {"block_auto_adjust_ff_dim": True, "intermediate_size": 256, "block_multiple_of": 256}
+    given.pop("block_ffn_dim_multiplier")
+    mlp = families.find(given | factor)[1].layers[0].mlp
+    assert isinstance(mlp, Gated) and width == mlp.width
+
+
+@pytest.mark.parametrize("case", ["cohere2", "gemma3_text"])
+def test_letters_for_windows_are_a_sentence_unless_each_layer_is_told(case: str) -> None:
+    config = config_of(case)
+    expected = families.find(config)[1]
+    assert expected == families.find({**config, "sliding_window_pattern": "LG"})[1]
+    config.pop("layer_types")
+    with pytest.raises(ValueError, match=r"sliding_window_pattern 'LG', which must be a number .*: write layer_types"):
+        families.find({**config, "sliding_window_pattern": "LG"})
+
+
+@pytest.mark.parametrize(("pattern", "windowed"), [("LLLG", "11101"), (4, "11101"), ("LG", "10101"), ("LGG", "10010")])
+def test_letters_for_windows_are_those_of_each_layer(pattern: str | int, windowed: str) -> None:
+    config = config_of("exaone4")
+    config.pop("layer_types")
+    layers = families.find({**config, "sliding_window_pattern": pattern})[1].layers
+    assert windowed == "".join(str(int(layer.window > 0)) for layer in layers)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from server.arch.spec import ArchSpec
+from server.arch.stages import stages_of
 from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.device import map_pages
@@ -21,6 +23,7 @@ from server.backends.reference.linear import DenseFormat
 from server.config import ShardConfig
 from server.model.placement import automatic, choose_placement, described
 from server.model.streamed import Streaming
+from server.model.transformer import kv_shape
 from server.offload import disk_store
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates
@@ -28,7 +31,9 @@ from server.offload.disk_store import DiskError, DiskStore
 from server.offload.ring import Image, Ring, StoredImage, keep
 from server.offload.share import Share
 from server.offload.stores import HostStore, StagedStore
+from server.quantisation.kv import AS_COMPUTED
 from server.ranks.collectives import Shard
+from server.stepping.cache import KVShape
 from tests.combinations import by_turns
 from tests.server.checkpoints import CASES, VARIED, Checkpoints
 from tests.server.driver import generate, load_engine
@@ -119,11 +124,31 @@ def test_auto_streams_what_does_not_fit_and_says_so(checkpoints: Checkpoints, tm
         )
 
 
+def kept_of(spec: ArchSpec) -> KVShape:
+    return kv_shape(spec, stages_of(spec, 1)[0], Shard(), torch.float32, AS_COMPUTED)
+
+
+@pytest.mark.parametrize("case", ["gemma3_text", "gemma4-e", "mistral", "qwen3_next", "mamba2", "llama"])
+def test_auto_counts_what_a_warm_up_keeps(checkpoints: Checkpoints, tmp_path: Path, case: str) -> None:
+    folder, _ = checkpoints(case)
+    limits = {"max_sequences": 2, "max_total_tokens": 4096, "max_batch_prefill_tokens": 64}
+    config = replace(offloading(folder, None, tmp_path), weights_on_device="auto", **limits)
+    spec = spec_of(folder)
+    auto = automatic(config, spec, ReferenceBackend(CpuDevice()), torch.float32, Shard(), kept_of(spec))
+    assert auto is not None
+    kept = load_engine(folder, tokens=4096, rings=True).kv_shape
+    wanted = auto.wanted
+    assert kept.bytes_per_token == wanted.kv_bytes_per_token
+    assert kept.bytes_per_sequence == wanted.state_bytes + wanted.ring_bytes
+    assert bool(wanted.ring_bytes) == (case in ("gemma3_text", "gemma4-e", "mistral"))
+    assert bool(wanted.state_bytes) == (case in ("qwen3_next", "mamba2"))
+
+
 def test_auto_leaves_all_where_all_fits(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, _ = checkpoints("llama")
     config = replace(offloading(folder, None, tmp_path), weights_on_device="auto", max_sequences=2, max_total_tokens=64)
     spec = spec_of(folder)
-    auto = automatic(config, spec, ReferenceBackend(CpuDevice()), torch.float32, Shard(), 1024)
+    auto = automatic(config, spec, ReferenceBackend(CpuDevice()), torch.float32, Shard(), kept_of(spec))
     placement = choose_placement(config, spec, CpuDevice(), auto)
     assert isinstance(placement, Streaming)
     load_engine(folder, placement=placement, warms_up=False)

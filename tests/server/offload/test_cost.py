@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from server.arch import families
-from server.arch.footprint import expert_sizes, layer_sizes, window_shares
+from server.arch.footprint import expert_sizes, layer_sizes, seen_by_window
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.checkpoint.formats import IN_FLIGHT as IN_FLIGHT_QUANTISERS
@@ -58,24 +58,56 @@ def test_a_mixture_multiplies_with_the_experts_that_its_tokens_go_to() -> None:
     assert 0.2 * GB * 4e-10 + 0.8 * GB * 1e-10 == pytest.approx(many)
 
 
-def test_experts_and_windows_of_a_shape() -> None:
+def test_experts_of_a_shape() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
     config = AutoConfig.for_model("mixtral", num_hidden_layers=2, num_key_value_heads=4, num_local_experts=8, **sizes)
     _, spec = families.find(config.to_dict())
     experts, attention_and_router = 2 * 8 * 3 * 32 * 48, 2 * (4 * 32 + 8) * 32
     assert ({0.25: experts}, experts + attention_and_router) == (expert_sizes(spec), sum(layer_sizes(spec)))
-    assert {0: 1.0} == window_shares(spec)
-    windowed = [replace(spec.layers[0], window=4), spec.layers[1]]
-    assert {4: 0.5, 0: 0.5} == window_shares(replace(spec, layers=windowed))
     assert {} == expert_sizes(families.find({**config.to_dict(), "num_experts_per_tok": 8})[1])
 
 
+def test_layers_look_at_what_their_windows_reach_of_their_own_keys_or_of_earlier_ones() -> None:
+    config = {"model_type": "bloom", "vocab_size": 99, "hidden_size": 64, "n_head": 8, "n_layer": 4}
+    _, spec = families.find(config)
+    first, second, third, fourth = spec.layers
+    layers = (first, replace(second, window=4), replace(third, window=4, kv_from=1), replace(fourth, attends=False))
+    assert {0: 100, 4: 20} == seen_by_window(replace(spec, layers=layers), [100, 10])
+
+
 def test_no_sequence_looks_at_more_keys_than_a_window_has() -> None:
-    half = replace(SIZES, windows={0: 0.5, 4: 0.5})
+    half = replace(SIZES, windows={0: 0.5 * MB, 4: 0.5 * MB})
     assert [3, 7] == [half.kv_bytes(1, length) / MB for length in (3, 10)]
     long = replace(ROOM, longest=40)
     seconds = [choice.step_s for sizes in (SIZES, half) if (choice := choose(sizes, RATES, long)) is not None]
     assert 8 * (20 - 12) * MB / (10 * GB) == pytest.approx(seconds[0] - seconds[1])
+
+
+def test_states_and_rings_have_their_memory_and_states_their_time() -> None:
+    """1 GB of layers leaves 1 GB. Of 8 states of 50 MB and a spare one 550 MB are left, of 8 rings 600."""
+    few = replace(ROOM, longest=100)
+    states, rings = (choose(replace(SIZES, **{kind: 50 * MB}), RATES, few) for kind in ("states", "rings"))
+    plain = choose(SIZES, RATES, few)
+    assert states is not None and rings is not None and plain is not None
+    assert (800, 550, 600) == (plain.kv_tokens, states.kv_tokens, rings.kv_tokens)
+    assert (8, 5, 6) == (plain.sequences, states.sequences, rings.sequences)
+    alike = (sizes.kv_bytes(5, 50) for sizes in (SIZES, replace(SIZES, states=50 * MB)))
+    assert [5 * 50 * MB, 5 * 150 * MB] == list(alike)
+
+
+def test_states_take_half_of_what_is_left_at_most() -> None:
+    """All layers leave 1 GB, half of which has room for 5 of 90 MB; one of these is nobody's."""
+    large = replace(SIZES, states=90 * MB)
+    assert [4, 2, 0] == [large.sequences_in(memory, 8) for memory in (1 * GB, 0.6 * GB, 0.1 * GB)]
+    assert choose(large, RATES, replace(ROOM, memory=0.3 * GB)) is None
+    assert choose(large, RATES, replace(ROOM, memory=0.6 * GB, sequences=1)) is not None
+
+
+def test_auto_streams_where_states_take_the_room_of_layers() -> None:
+    assert ALL == auto_of(1.9 * GB, rates=unmeasured, state_bytes=50 * MB).choose(100 * MB, 10)
+    auto = auto_of(1.3 * GB, state_bytes=200 * MB, kv_tokens=80)  # beside all layers, not even one fits into a half
+    assert Share(num_bytes=0) == auto.choose(100 * MB, 10)
+    assert "chosen for 2 sequences of 10 tokens" in auto.description
 
 
 def test_auto_prices_a_mixture_by_the_experts_of_a_step() -> None:

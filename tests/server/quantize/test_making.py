@@ -43,14 +43,20 @@ FAMILIES = [
     "phi3",
     "mpt-clipped",
     "afmoe",
+    "deepseek_v3",
+    "lfm2_moe",
+    "qwen3_next",
+    "nemotron_h",
+    "falcon_h1",
 ]
 MORE_FAMILIES = [
     *("bloom-normed-residual", "opt", "gpt_bigcode", "gpt_neox", "falcon-7b", "llama", "mistral", "mixtral", "qwen2"),
-    *("gemma", "stablelm", "starcoder2"),
+    *("gemma", "stablelm", "starcoder2", "granitemoe", "granitemoehybrid", "granitemoehybrid-dense", "mamba2"),
+    *("deepseek_v2-lite", "qwen3_5", "gemma4"),
 ]
 # Method -> families that between them have every place to which scales move.
 FOLDED = {
-    "awq": ["bloom", "falcon-40b", "mixtral", "phi3"],
+    "awq": ["bloom", "falcon-40b", "mixtral", "phi3", "deepseek_v3", "qwen3_next"],
     "w8a8": ["falcon-7b", "gpt_neox", "llama-biased-tied", "gemma"],
 }
 
@@ -118,7 +124,8 @@ def test_scales_that_move_change_nothing_else(
     model = tiny(case)
     recipe = Recipe(method, 8, -1 if method == "awq" else 128, smooth=0.0 if method == "awq" else 0.5)
     made = make(recipe, model, tmp_path / "made", held_out=HELD_OUT)
-    check(made, model, most=2e-2)
+    # Of experts and recurrences, inputs in int8 alone, without scales, cost 0.02 and 0.04.
+    check(made, model, most=6e-2 if method == "w8a8" and case in ("deepseek_v3", "qwen3_next") else 2e-2)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, made.folder))
     changed = [n for n in before if n in after and ("norm" in n or "ln_" in n) and not torch.equal(before[n], after[n])]
     assert changed, "no scale moved"
@@ -194,11 +201,11 @@ def test_inputs_are_summed() -> None:
     ("case", "recipe", "expected"),
     [
         ("t5", Recipe("gptq", 4, 32), "encoder-decoder"),
-        ("deepseek_v3", Recipe("gptq", 4, 32), "compresses keys and values"),
+        ("gemma4-e", Recipe("gptq", 4, 32), "inputs of their own or share keys and values"),
         ("llama", Recipe("gptq", 4, 40), "--group-size is 40, .* the 64 inputs of .*: give 32 or -1"),
         ("mpt-clipped", Recipe("gptq", 3, 8), "--bits is 3, of which 32 codes .* 72 inputs .*: give --bits 4 or 8"),
-        ("gpt_oss", Recipe("gptq", 4, 32), "experts are stacked .*: serve it with --quantize int4 or int8"),
-        ("granitemoe", Recipe("gptq", 4, 32), "experts are stacked in one tensor for each role"),
+        ("gpt_oss", Recipe("gptq", 4, 32), "experts have no names .*: serve it with --quantize int4 or int8"),
+        ("llama4", Recipe("gptq", 4, 32), "experts have no names of their own"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_quantised_is_refused_before_anything_is_made(
@@ -345,8 +352,8 @@ def test_the_pass_that_only_measures_is_told_too(is_terminal: bool) -> None:
     bar = Bar(stream, is_live=is_terminal)
     bar(Progress(0, 2))
     bar(Progress(1, 2))
-    for place in PLACES:
-        bar(Progress(0, 2, place, 0.01))
+    for number, place in enumerate(PLACES, 1):
+        bar(Progress(0, 2, place, 0.01, share=number / len(PLACES)))
     end = "\x1b[K" if is_terminal else "\n"
     lines = stream.getvalue().split(end)
     assert lines[0].endswith("measuring the model as it is: layer 1 of 2")

@@ -83,10 +83,12 @@ def spec_of_moe(config: Config) -> ArchSpec:
 
 
 def _width(config: Config) -> int:
-    """Of the mlp: two thirds of what config.json says, times a factor, in whole multiples."""
+    """Of the mlp: two thirds of what config.json says; times a factor, in whole multiples, unless that is null."""
     width = config.get("block_ff_dim") or config["intermediate_size"]
     if not config.get("block_auto_adjust_ff_dim", True):
         return width
-    width = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    width, factor = int(2 * width / 3), config.get("block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return width
     multiple = config.get("block_multiple_of", 256)
-    return -(-width // multiple) * multiple
+    return -(-int(factor * width) // multiple) * multiple

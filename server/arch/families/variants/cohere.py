@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, head_dim, rope, windowed
+from server.arch.families.hf_config import Config, head_dim, period, rope, windowed
 from server.arch.spec import ArchSpec, LayerNormSpec, Residual, with_layers
 
 NAMES = llama.NAMES
@@ -28,7 +28,7 @@ def spec(config: Config) -> ArchSpec:
 
 
 def spec_of_2(config: Config) -> ArchSpec:
-    pattern = config.get("sliding_window_pattern") or 4
+    each = period(config, 4)
     config = {"rope_theta": 10000.0, **config, "sliding_window": config["sliding_window"]}
-    base = windowed(spec(config), config, lambda i: (i + 1) % pattern != 0)
+    base = windowed(spec(config), config, lambda i: (i + 1) % each != 0)
     return replace(base, layers=tuple(y if y.window else replace(y, position=None) for y in base.layers))

@@ -14,8 +14,12 @@ NAMES = olmo.NAMES
 
 def spec(config: Config) -> ArchSpec:
     pattern = config.get("sliding_window_pattern") or 4
-    period = len(pattern) if isinstance(pattern, str) else pattern  # "LLLG" is 4
-    base = windowed(llama.spec(config), config, lambda i: (i + 1) % period != 0)
+    letters = pattern if isinstance(pattern, str) else ""  # of layers, local and global; "LLLG" is 4
+    base = windowed(
+        llama.spec(config),
+        config,
+        lambda i: letters[i % len(letters)] == "L" if letters else (i + 1) % pattern != 0,
+    )
     if config.get("sliding_window"):
         layers = tuple(y if y.window else replace(y, position=None) for y in base.layers)
         base = replace(base, layers=layers)
