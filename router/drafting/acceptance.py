@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from router.drafting.drafter import Guess
 
 # Chances for matches below 1, 2, 4, 8, 16, 32 tokens and for longer ones, before anything is known.
-PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+PRIORS = (0.05, 0.15, 0.35, 0.55, 0.65, 0.8, 0.95)
 PRIOR = 2.0  # guesses that such a chance counts as
 MEMORY = 32.0  # guesses that count: with as many, each counts half
 

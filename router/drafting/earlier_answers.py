@@ -17,6 +17,7 @@ Owner = tuple[str, str]  # the name of an API key, and a cache salt
 
 MOST_TOKENS = 1 << 17  # of all answers; with those that have left but are still indexed, 4 MiB
 LARGEST_SHARE = 8  # no answer takes more than one in so many of them
+USED = 8  # tokens of an answer that must be found again for it to count as used
 END = -1  # behind each answer: no token
 
 
@@ -87,11 +88,11 @@ class EarlierAnswers:
         shelf = self._shelves.get(owner)
         if shelf is None:
             return 0, (), 0.0
-        match, places = shelf.index.matches(text)
-        if match < least_match:
+        match, places = shelf.index.matches(text, least_match)
+        if not match:
             return 0, (), 0.0
         token_ids, share = most_frequent(shelf.index.token_ids, places, most)
-        if token_ids:
+        if match >= USED:
             self._use(shelf, places[0])
         return match, token_ids, share
 

@@ -3,12 +3,13 @@
 A guess costs a row of the step, which all its sequences wait for, and gains a token if it and those before it are
 right. As a step's time depends on the rows of all alone, the likeliest guesses are the best of any number, and the best
 number is found by looking at each. What has been promised is then compared with what came: each sequence has an
-account, and drafts nothing while that is in debt.
+account, and a draft may lose no more than keeps that out of debt.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from router.drafting.step_costs import StepCosts
 
 MARGIN = 1.05  # how many times the tokens per second of a plain step drafts must promise
 MOST_DEBT = 0.01  # share of a sequence's time that its drafts may have lost
-FIRST_DEBT = 0.5  # plain steps that they may have lost beyond that
+FIRST_DEBT = 1.5  # plain steps that they may have lost beyond that: one to sit out, and half of one
 LEAST_PROMISE = 0.5  # tokens that a first draft promises: to begin, a sequence sits out a step or a part of one
 
 
@@ -35,9 +36,9 @@ class Account:
         """So many tokens came, each of which would have taken a plain step."""
         self._seconds += num_tokens * plain_seconds
 
-    def may_draft(self, plain_seconds: float) -> bool:
-        """Whether its debts are small."""
-        return self.balance >= -MOST_DEBT * self._seconds - FIRST_DEBT * plain_seconds
+    def room(self, plain_seconds: float) -> float:
+        """Seconds that its next draft may lose."""
+        return self.balance + MOST_DEBT * self._seconds + FIRST_DEBT * plain_seconds
 
 
 class Drafting:
@@ -117,11 +118,18 @@ class Speculation:
 
         Of one whose latest token is under way, what it might get: if it is anything, the sequence should wait for it.
         """
-        plain = self.costs.plain(others + len(candidates))
+        batch, num = others + len(candidates), len(candidates)
+        plain = self.costs.plain(batch)
+        if not num or math.isinf(plain):
+            return [()] * num
+        # What each loses if all of them have one guess, two, and so on, and none is right.
+        times = islice(self.costs.drafted(batch), num - 1, num * self._most, num)
+        losses = [batch * (seconds - plain) / num for seconds in times]
         guesses, chances = [], []
         for drafting, most, is_under_way in candidates:
-            most = min(most, drafting.most)
-            guess = drafting.guess(most + is_under_way) if most > 0 and drafting.account.may_draft(plain) else NOTHING
+            room = drafting.account.room(plain) - is_under_way * plain
+            most = min(most, drafting.most, bisect_right(losses, room))
+            guess = drafting.guess(most + is_under_way) if most > 0 else NOTHING
             promised = drafting.chances(guess)[is_under_way:]
             guesses.append(guess.token_ids[is_under_way:])
             chances.append([] if is_under_way and sum(promised) < LEAST_PROMISE else promised)

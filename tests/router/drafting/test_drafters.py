@@ -7,24 +7,21 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.drafting.drafter import NgramDrafter
+from router.drafting.drafter import LONG, RESUMED, NgramDrafter
 from router.drafting.token_index import LEAST_MATCH, MOST_LOOKED_AT, MOST_MATCH
 
 TEXTS = st.integers(1, 4).flatmap(lambda most: st.lists(st.integers(0, most), max_size=40))
 
 
-def longest_match(text: Sequence[int]) -> tuple[int, int]:
-    """How many of the text's last tokens occurred before, and the latest place behind them; (0, 0) if too few did."""
-    places = [
-        place
-        for place in range(LEAST_MATCH, len(text))
-        if text[place - LEAST_MATCH : place] == text[len(text) - LEAST_MATCH :]
-    ][-MOST_LOOKED_AT:]
+def match_at(text: Sequence[int], place: int) -> int:
+    """How many tokens before the place are those at the text's end."""
+    return max(n for n in range(min(place, MOST_MATCH) + 1) if text[place - n : place] == text[len(text) - n :])
 
-    def match(place: int) -> int:
-        return max(n for n in range(min(place, MOST_MATCH) + 1) if text[place - n : place] == text[len(text) - n :])
 
-    return max(((match(place), place) for place in places), default=(0, 0))
+def latest_places(text: Sequence[int]) -> list[int]:
+    """Where the text's last LEAST_MATCH tokens occurred, latest first."""
+    places = range(len(text) - 1, LEAST_MATCH - 1, -1)
+    return [place for place in places if match_at(text, place) >= LEAST_MATCH][:MOST_LOOKED_AT]
 
 
 def continued(text: Sequence[int], place: int, most: int) -> tuple[int, ...]:
@@ -38,13 +35,29 @@ def continued(text: Sequence[int], place: int, most: int) -> tuple[int, ...]:
 @given(TEXTS, st.lists(st.lists(st.integers(0, 4), max_size=5), max_size=10), st.integers(1, 9))
 def test_the_latest_longest_match_goes_on(prompt: list[int], pieces: list[list[int]], most: int) -> None:
     drafter, text = NgramDrafter(prompt), list(prompt)
+    has_long = False
     for piece in [[], *pieces]:
         drafter.extend(piece)
         text += piece
-        match, place = longest_match(text)
+        places = latest_places(text)
+        longest = max((match_at(text, place) for place in places), default=0)
         guess = drafter.guess(most)
-        assert match == guess.match
-        assert (continued(text, place, most) if match else ()) == guess.token_ids
+        assert longest <= guess.match
+        if not (has_long := has_long or longest >= LONG):
+            best = next((place for place in places if match_at(text, place) == longest), None)
+            assert (() if best is None else continued(text, best, most)) == guess.token_ids
+        elif guess.match:
+            assert guess.token_ids in {continued(text, place, most) for place in range(1, len(text))}
+
+
+def test_a_text_that_comes_back_to_what_it_repeats_is_followed_there() -> None:
+    """Behind a changed token the last two occurred elsewhere more recently."""
+    drafter = NgramDrafter([*range(100, 140), 112, 113, 1, 112, 113, 2])
+    drafter.extend(range(100, 111))
+    assert 111 == drafter.guess(1).token_ids[0]
+    drafter.extend([50, 112, 113])
+    guess = drafter.guess(3)
+    assert ((114, 115, 116), 2 + RESUMED) == (guess.token_ids, guess.match)
 
 
 def test_a_period_is_guessed_as_far_as_is_asked_for() -> None:
