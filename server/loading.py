@@ -150,6 +150,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         block_size=BLOCK_SIZE,
         decoder_start=model.decoder_start,
         shares_prefixes=model.shares_prefixes,
+        takes_drafts=model.takes_drafts,
         offloaded=loaded.offloaded,
         has_tiers=model.shares_prefixes and config.has_tiers,
         kv_cache_dtype=engine.kv_shape.format.name if engine.kv_shape.format != AS_COMPUTED else _name(loaded.dtype),

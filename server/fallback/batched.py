@@ -69,6 +69,7 @@ class BatchedModel:
     warning: str
     decoder_start: None = None
     shares_prefixes: bool = True
+    takes_drafts: bool = True
 
     @property
     def vocab_range(self) -> tuple[int, int]:

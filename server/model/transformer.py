@@ -203,6 +203,11 @@ class Transformer:
         ropes = (layer.position for layer in self.spec.layers if isinstance(layer.position, Rope))
         return not self.spec.encoder and not any(isinstance(r.scaling, DynamicScaling | LongScaling) for r in ropes)
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a sequence can go on from any token that a step computed: a recurrent state is of the last one."""
+        return not self.spec.recurrences
+
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""
         return kv_shape(self.spec, self.stage, self.shard, dtype, self.cache)

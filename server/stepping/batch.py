@@ -2,10 +2,10 @@
 
 Tables on the device keep what a pass needs to know of every sequence, among it the one thing that the host does not
 know in time: the last token, which the step before may only just have sampled. So a decode step is laid out by the
-device alone, from rows of the tables and positions; a step with prompts is laid out from one short list of numbers,
-which is uploaded at once. Nothing here waits for the device.
+device alone, from rows of the tables and positions; a step with prompts or drafts is laid out from one short list of
+numbers, which is uploaded at once. Nothing here waits for the device.
 
-Shapes: T tokens in the step, S sequences in the step, D of them that decode, R of them that get a token, W blocks of
+Shapes: T tokens in the step, S sequences in the step, D of them that decode, R tokens that are chosen, W blocks of
 the longest sequence that the tables have room for.
 """
 
@@ -50,7 +50,7 @@ class Carried:
 class Forward:
     """Everything that the model reads in one pass."""
 
-    runs: Sequence[TokenRun]  # decodes first; empty in a graph, whose sequences the host does not know
+    runs: Sequence[TokenRun]  # decodes, drafts, prompts; empty in a graph, whose sequences the host does not know
     token_ids: Tensor  # [T]
     meta: StepMeta
     encoding: Encoding | None  # None: no prompt is encoded in this step
@@ -63,9 +63,9 @@ class StepInput:
     """A pass and what is chosen from its logits."""
 
     forward: Forward
-    sampled: list[SequenceState]  # the R sequences that get a token, in the order of `sample_at`
+    sampled: list[TokenRun]  # those that yield tokens, R in all, in the order of `sample_at`
     sample_at: Tensor  # [R] index in [T] of the token whose logits choose the next
-    sample_rows: Tensor  # [R] rows of `sampled`
+    sample_rows: Tensor  # [R] the sequences' rows
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Layout:
     rows: list[int]  # [S] of the tables
     firsts: list[int]  # [S] position of each sequence's first token in the step
     starts: list[int]  # [S + 1] sequence s owns tokens starts[s] … starts[s + 1] - 1 of the step
-    sampled: list[int]  # [R] sequences that get a token
+    sampled: list[
+        tuple[int, int]
+    ]  # [R] of each token that is chosen: its sequence, and the token of the step before it
     token_ids: list[int]  # of the sequences that do not decode
     num_decodes: int  # the first D sequences, whose tokens the tables know
     blocks: int  # of the longest sequence
@@ -95,9 +97,14 @@ class Layout:
     @property
     def numbers(self) -> list[int]:
         """All that the device has to be told."""
-        sampled_rows = [self.rows[s] for s in self.sampled]
-        sampled_at = [self.starts[s + 1] - 1 for s in self.sampled]
+        sampled_rows = [self.rows[s] for s, _ in self.sampled]
+        sampled_at = [at for _, at in self.sampled]
         return [*self.rows, *self.firsts, *self.starts, *sampled_rows, *sampled_at, *self.token_ids]
+
+    def sampling(self, counts: Sequence[int]) -> Layout:
+        """The same layout, whose sequences get a token behind each of so many of their last ones."""
+        ends = zip(self.starts[1:], counts, strict=True)
+        return replace(self, sampled=[(s, at) for s, (end, n) in enumerate(ends) for at in range(end - n, end)])
 
     def split(self, numbers: Tensor) -> Sequence[Tensor]:
         """The same numbers on the device, part by part."""
@@ -150,7 +157,11 @@ class Tables:
         self.entries.index_put_((rows, columns), blocks)
 
     def keep(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Remember the tokens [n] that the sequences in `rows` [n] got."""
+        """Remember the tokens [n] that the sequences in `rows` [n] got.
+
+        Where one had guesses it is there more than once; which token is remembered does not matter, for it goes on with
+        another draft.
+        """
         self.last_tokens.index_copy_(0, rows, token_ids)
 
     def decodes(self, rows: Tensor, positions: Tensor, are_real: Tensor, *, has_encoder: bool) -> Forward:
@@ -181,11 +192,11 @@ class Tables:
 
     def lay_out(self, plan: StepRuns, device: Device, *, has_encoder: bool) -> StepInput:
         """Any step, from what the host knows."""
-        runs = plan.decodes + plan.chunks
-        prompts = [id for r in plan.chunks for id in r.sequence.prompt[r.start : r.start + r.length]]
+        runs = plan.decodes + plan.uploaded
+        known = [id for run in plan.uploaded for id in run.token_ids]
         spans = [(run.sequence.row, run.start, run.length) for run in runs]
-        sampled = [i for i, run in enumerate(runs) if run.yields_token]
-        layout = replace(Layout.of(spans, prompts, len(plan.decodes)), sampled=sampled)
+        counts = [run.num_sampled for run in runs]
+        layout = Layout.of(spans, known, len(plan.decodes)).sampling(counts)
         numbers = device.upload(layout.numbers)
         starting = [run.sequence for run in plan.chunks if run.start == 0] if has_encoder else []
         rows, _, _, sample_rows, sample_at, _ = layout.split(numbers)
@@ -197,7 +208,7 @@ class Tables:
             encoding=self._encoding(starting, device) if starting else None,
             cross=self._cross(runs, rows, meta) if has_encoder else None,
         )
-        return StepInput(forward, [runs[i].sequence for i in sampled], sample_at, sample_rows)
+        return StepInput(forward, plan.sampled, sample_at, sample_rows)
 
     def step(self, layout: Layout, numbers: Tensor) -> tuple[Tensor, StepMeta]:
         """The token ids [T] of a step and where they stand; each sees its sequence up to itself.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraph
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
 from server.stepping.sampling import Chosen, Watermark, choose_captured
-from server.stepping.sequences import NOTHING, SequenceState, SequenceTable, StepError, StepRuns
+from server.stepping.sequences import NOTHING, SequenceState, SequenceTable, StepError, StepRuns, TokenRun
 from server.stepping.vocabulary import Vocabulary
 
 # Sequences that there is always room for, and as many are expected where it is not known how many there can be.
@@ -290,9 +290,9 @@ class Engine:
         return self.model.run(forward, self._caches).hidden
 
     def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
-        self.neighbours.take_tokens(plan.decodes, tables)
+        self.neighbours.take_tokens([*plan.decodes, *plan.drafts], tables)
         if self._graphs is not None:
-            if not plan.chunks and self._graphs.decodes.takes(len(plan.decodes)):
+            if not (plan.chunks or plan.drafts) and self._graphs.decodes.takes(len(plan.decodes)):
                 return self._run_graph(plan, tables, self._graphs.decodes, started)
             if self._graphs.mixed is not None and self._graphs.mixed.takes(plan):
                 return self._run_mixed(plan, tables, self._graphs.mixed, started)
@@ -310,29 +310,27 @@ class Engine:
 
     def _run_graph(self, plan: StepRuns, tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
         runs, is_last = plan.decodes, self.neighbours.stage.is_last
-        sequences = [run.sequence for run in runs]
         form = graphs.form_of(runs) if is_last else Form.HIDDEN
         found = graphs.run(runs, form, self.neighbours.carried(len(runs)))
         if form is not Form.HIDDEN:
             token_ids, logprobs, _ = found
             self.neighbours.give_tokens(token_ids)
-            return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device, self.shard.check)
+            return Launched(runs, [Chosen(token_ids, logprobs)], {}, started, self.device, self.shard.check)
         if not is_last:
-            return self._hand_on(Carried(found[0]), sequences, found[-1], started)
-        return self._sample(sequences, found, plan, tables, started)
+            return self._hand_on(Carried(found[0]), runs, found[-1], started)
+        return self._sample(runs, found, plan, tables, started)
 
-    def _hand_on(self, carried: Carried, sampled: list[SequenceState], rows: Tensor, started: Clock) -> Launched:
+    def _hand_on(self, carried: Carried, sampled: Sequence[TokenRun], rows: Tensor, started: Clock) -> Launched:
         """End this stage's part of a step; the last stage gives the tokens."""
         self.neighbours.hand_on(carried, sampled, rows)
         return Launched([], [], {}, started, self.device, self.shard.check)
 
     def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
-        sampled = [run.sequence for run in plan.decodes + plan.chunks if run.yields_token]
-        return self._sample(sampled, graphs.run(plan), plan, tables, started)
+        return self._sample(plan.sampled, graphs.run(plan), plan, tables, started)
 
     def _sample(
         self,
-        sequences: list[SequenceState],
+        runs: Sequence[TokenRun],
         found: tuple[Tensor, ...],
         plan: StepRuns,
         tables: Tables,
@@ -340,14 +338,14 @@ class Engine:
         at: Tensor | None = None,
         prompt: dict[int, Reported] | None = None,
     ) -> Launched:
-        """Choose the tokens of these sequences.
+        """Choose the tokens that these runs yield.
 
         found: for each the hidden state whose logits choose, the token's position, the token before it, its row. at:
         which of the hidden states are theirs, where they are those of all tokens; they are gathered a few at a time.
         """
         hidden, positions, previous, rows = found
         chosen = self._choose(
-            sequences,
+            [row for run in runs for row in run.rows],
             lambda part: self.model.logits(hidden[part if at is None else at[part]]),
             positions=positions,
             previous=previous,
@@ -357,7 +355,7 @@ class Engine:
             token_ids = torch.cat([part.token_ids for part in chosen])
             tables.keep(rows, token_ids)
             self.neighbours.give_tokens(token_ids)
-        return Launched(sequences, chosen, prompt or {}, started, self.device, self.shard.check)
+        return Launched(runs, chosen, prompt or {}, started, self.device, self.shard.check)
 
     def _decode(self, forward: Forward, form: Form, settings: Tensor) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""
@@ -387,14 +385,17 @@ class Launched:
 
     def __init__(
         self,
-        sampled: list[SequenceState],
+        sampled: Sequence[TokenRun],
         chosen: Sequence[Chosen],
         prompt: dict[int, Reported],
         started: Clock,
         device: Device,
         check: Callable[[], None],
     ):
-        """check: raises what went wrong where no call could, once the device has done the step."""
+        """sampled: the runs that yield tokens, in the order of `chosen`.
+
+        check: raises what went wrong where no call could, once the device has done the step.
+        """
         self._sampled = sampled
         self._chosen = [part.downloaded(device) for part in chosen]
         self._prompt = {id: reported.downloaded(device) for id, reported in prompt.items()}
@@ -408,30 +409,39 @@ class Launched:
         return self._done is None or self._done.query()
 
     def finish(self) -> StepResult:
-        """Wait for the device and read the tokens. Raises PeerLost, and what the device fails with."""
+        """Wait for the device and read the tokens. Raises PeerLost, and what the device fails with.
+
+        Of a draft there are those up to the first that was not guessed.
+        """
         if self._done is not None:
             self._done.synchronize()
         self._check()
-        top_ids, top_logprobs = self._candidates()
+        token_ids = [id for part in self._chosen for id in part.token_ids.tolist()]
+        logprobs = [logprob for part in self._chosen for logprob in part.logprobs.tolist()]
+        came = list(_came(self._sampled, token_ids))
+        sequences = [run.sequence for run, _ in came]
+        top_ids, top_logprobs = self._candidates(sequences, [row for _, row in came])
         return StepResult(
-            ids=[s.id for s in self._sampled],
-            token_ids=[id for part in self._chosen for id in part.token_ids.tolist()],
-            logprobs=[logprob for part in self._chosen for logprob in part.logprobs.tolist()],
+            ids=[s.id for s in sequences],
+            token_ids=[token_ids[row] for _, row in came],
+            logprobs=[logprobs[row] for _, row in came],
             top_ids=top_ids,
             top_logprobs=top_logprobs,
             prompt={id: reported.read() for id, reported in self._prompt.items()},
             forward_ns=self._started.ns_until(self._done),
         )
 
-    def _candidates(self) -> tuple[list[list[int]], list[list[float]]]:
-        """The ids and log-probabilities of each sequence's candidates, as many as it asked for."""
-        if not any(s.choice.top_n_tokens for s in self._sampled):
-            return [[] for _ in self._sampled], [[] for _ in self._sampled]
+    def _candidates(
+        self, sequences: Sequence[SequenceState], came: Sequence[int]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The ids and log-probabilities of the candidates of the rows that came, as many as each sequence asked for."""
+        if not any(s.choice.top_n_tokens for s in sequences):
+            return [[] for _ in came], [[] for _ in came]
         ids = [row for part in self._chosen for row in _rows(part.top_ids, part)]
         values = [row for part in self._chosen for row in _rows(part.top_logprobs, part)]
-        counts = [counted(row, s.choice.top_n_tokens) for row, s in zip(values, self._sampled, strict=True)]
-        rows = list(zip(ids, values, counts, strict=True))
-        return [ids[:n] for ids, _, n in rows], [values[:n] for _, values, n in rows]
+        counts = [counted(values[row], s.choice.top_n_tokens) for row, s in zip(came, sequences, strict=True)]
+        rows = list(zip(came, counts, strict=True))
+        return [ids[row][:n] for row, n in rows], [values[row][:n] for row, n in rows]
 
 
 @dataclass(frozen=True)
@@ -461,6 +471,21 @@ class Clock:
         return int(self._began.elapsed_time(end) * 1e6)
 
 
+def _came(runs: Sequence[TokenRun], token_ids: Sequence[int]) -> Iterator[tuple[TokenRun, int]]:
+    """Of the rows that were chosen in these runs, those that count, each with its run.
+
+    They are those behind which everything is as it was guessed.
+    """
+    first = 0
+    for run in runs:
+        yield run, first
+        for row, guess in enumerate(run.guesses, first + 1):
+            if token_ids[row - 1] != guess:
+                break
+            yield run, row
+        first += len(run.draft) or 1
+
+
 def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
     """A list for each sequence of the part, empty where it has no candidates."""
     return [[] for _ in range(len(part.token_ids))] if candidates is None else candidates.tolist()
@@ -487,6 +512,10 @@ class Model(Protocol):
     @property
     def shares_prefixes(self) -> bool:
         """Whether a token's keys and values depend on nothing but the tokens up to it."""
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a sequence can go on from any of the tokens that a step computed."""
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,8 @@ up by different means, and the rank that failed alone is reported as a lost peer
 after each capture; where one failed, all compute that step without a graph, slower by the host's share of a step, and
 the start-up table says which rank failed, and why.
 
+Drafts stand where prompts do, as long as there is room for the tokens that they yield.
+
 Left out: prompts with many tokens, whose computation outlasts its launching; prompts whose log-probabilities are asked
 for; mixed steps of encoder-decoders; models that cannot be captured, which the backend names beforehand; and a device
 that a failed capture took with it, which raises on its rank and ends the server.
@@ -109,19 +111,19 @@ class DecodeGraphs:
 
     def form_of(self, runs: Sequence[TokenRun]) -> Form:
         """The form of the step that chooses the next tokens of these sequences."""
-        if all(sequence.choice.is_plain for sequence, _, _ in runs):
+        if all(run.sequence.choice.is_plain for run in runs):
             return Form.PLAIN
-        is_simple = bool(self._sizes) and all(sequence.choice.is_simple for sequence, _, _ in runs)
+        is_simple = bool(self._sizes) and all(run.sequence.choice.is_simple for run in runs)
         return Form.SAMPLED if is_simple else Form.HIDDEN
 
     def run(self, runs: Sequence[TokenRun], form: Form, carried: Carried | None = None) -> tuple[Tensor, ...]:
         """The results for each sequence of `runs`, then the sequences' rows [S]; all valid until the next run."""
-        inputs = [(sequence.row, start) for sequence, start, _ in runs]
+        inputs = [(sequence.row, start) for sequence, start, _, _ in runs]
         graph = self._graph(self._size(len(runs)), form)
         if graph.inputs != inputs:
             graph.fill(inputs)
         if form is Form.SAMPLED:
-            graph.choose_by([sequence.choice for sequence, _, _ in runs])
+            graph.choose_by([run.sequence.choice for run in runs])
         graph.carry(carried)
         graph.inputs = []  # unknown, should the step fail
         graph.replay = graph.replay or self._capture(self._step(graph, form))
@@ -216,9 +218,9 @@ class MixedGraphs:
         """Whether such a step is captured."""
         return (
             self.has_sizes
-            and 0 < len(plan.chunks) <= PROMPTS
-            and len(plan.decodes) <= self._decodes[-1]
-            and sum(run.length for run in plan.chunks) <= self._tokens[-1]
+            and 0 < len(plan.uploaded) <= PROMPTS
+            and _decodes_for(plan) <= self._decodes[-1]
+            and sum(run.length for run in plan.uploaded) <= self._tokens[-1]
             and not any(run.reported for run in plan.chunks)
         )
 
@@ -233,14 +235,14 @@ class MixedGraphs:
 
     def run(self, plan: StepRuns) -> tuple[Tensor, ...]:
         """What the next tokens are chosen from, a row for each sequence that gets one: see `DecodeGraphs.run`."""
-        tokens = sum(run.length for run in plan.chunks)
-        decodes = self._decodes[bisect_left(self._decodes, len(plan.decodes))]
+        tokens = sum(run.length for run in plan.uploaded)
+        decodes = self._decodes[bisect_left(self._decodes, _decodes_for(plan))]
         graph = self._graphs[decodes, self._tokens[bisect_left(self._tokens, tokens)]]
         self._prepare(graph)
         assert graph.replay is not None
         graph.fill(plan, self._device)
         results = graph.replay()
-        sampled = len(plan.decodes) + sum(run.yields_token for run in plan.chunks)
+        sampled = _num_sampled(plan)
         return tuple(result[:sampled] for result in results)
 
     def _prepare(self, graph: MixedGraph) -> None:
@@ -271,11 +273,10 @@ class MixedGraph:
     def fill(self, plan: StepRuns, device: Device) -> None:
         """Upload what the next replay computes."""
         decodes, prompts = (
-            [(s.row, start, length) for s, start, length in runs] for runs in (plan.decodes, plan.chunks)
+            [(s.row, start, length) for s, start, length, _ in runs] for runs in (plan.decodes, plan.uploaded)
         )
-        token_ids = [id for s, start, length in plan.chunks for id in s.prompt[start : start + length]]
-        chunks = [self.decodes + i for i, run in enumerate(plan.chunks) if run.yields_token]
-        layout = self._layout(decodes, prompts, token_ids, [*range(len(plan.decodes)), *chunks])
+        token_ids = [id for run in plan.uploaded for id in run.token_ids]
+        layout = self._layout(decodes, prompts, token_ids, [run.num_sampled for run in plan.uploaded])
         self.numbers.copy_(device.upload(layout.numbers))
 
     def _layout(
@@ -285,7 +286,7 @@ class MixedGraph:
         token_ids: list[int],
         sampled: list[int],
     ) -> Layout:
-        """The step of these runs (row, first position, tokens), filled up; `sampled` are indices of the padded runs."""
+        """The step of these runs (row, first position, tokens), filled up; sampled: how many tokens `chunks` yield."""
         padding = self.tokens - len(token_ids)
         runs = chain(
             decodes,
@@ -295,8 +296,20 @@ class MixedGraph:
             [(0, 0, padding)],
         )
         layout = Layout.of(list(runs), [*token_ids, *[0] * padding], self.decodes)
-        unused = [self.decodes + PROMPTS] * (self.decodes + PROMPTS - len(sampled))
-        return replace(layout, sampled=[*sampled, *unused])
+        none = [0] * (self.decodes - len(decodes)), [0] * (PROMPTS + 1 - len(chunks))
+        layout = layout.sampling([*[1] * len(decodes), *none[0], *sampled, *none[1]])
+        unused = [(self.decodes + PROMPTS, 0)] * (self.decodes + PROMPTS - len(layout.sampled))
+        return replace(layout, sampled=[*layout.sampled, *unused])
+
+
+def _num_sampled(plan: StepRuns) -> int:
+    """How many tokens a step yields."""
+    return len(plan.decodes) + sum(run.num_sampled for run in plan.uploaded)
+
+
+def _decodes_for(plan: StepRuns) -> int:
+    """The decodes of a captured step that has room for this one: a token comes behind each, and behind each prompt."""
+    return max(len(plan.decodes), _num_sampled(plan) - PROMPTS)
 
 
 class AgreedCapture:

@@ -19,6 +19,7 @@ tokens, P = MOST_WORD_TOKENS - 1, U different masks in bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -51,6 +52,15 @@ class History:
         """Note tokens that were generated, but not chosen here."""
         self._table.add_to(self._row, self._device.upload(token_ids))
 
+    def fork(self, token_ids: Sequence[int]) -> History:
+        """The history behind these tokens, which this one does not note; it leaves the others' table for its own."""
+        if self._table.num_rows > 1:
+            self._table, self._row = self._table.copy_of(self._row), 0
+        fork = copy(self)
+        fork._table = self._table.copy_of(0)
+        fork.add(token_ids)
+        return fork
+
 
 class HistoryTable:
     """The histories of sequences that step together: a row of each, in one tensor, so that no step gathers them.
@@ -74,13 +84,22 @@ class HistoryTable:
         """The table whose rows are these histories, made if they do not stand together yet."""
         table = histories[0]._table
         rows = [(history._table, history._row) for history in histories]
-        if rows == [(table, row) for row in range(len(table._seen))]:
+        if rows == [(table, row) for row in range(table.num_rows)]:
             return table
         seen = torch.stack([table._seen[row] for table, row in rows])
         table = cls(seen, torch.stack([table._counts[row] for table, row in rows]), table._start)
         for row, history in enumerate(histories):
             history._table, history._row = table, row
         return table
+
+    def copy_of(self, row: int) -> HistoryTable:
+        """A table of one row, which has what `row` has here."""
+        return HistoryTable(self._seen[row : row + 1].clone(), self._counts[row : row + 1].clone(), self._start)
+
+    @property
+    def num_rows(self) -> int:
+        """S"""
+        return len(self._seen)
 
     @property
     def seen(self) -> Tensor:
@@ -136,6 +155,12 @@ class RecentTokens:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Note tokens that were generated, but not chosen here."""
         self.tokens = torch.cat([self.tokens, self._device.upload(token_ids)])[-(MOST_WORD_TOKENS - 1) :]
+
+    def fork(self, token_ids: Sequence[int]) -> RecentTokens:
+        """The last tokens behind these, which this one does not note."""
+        fork = copy(self)
+        fork.extend(token_ids)
+        return fork
 
     @staticmethod
     def append(sequences: Sequence[RecentTokens], recent: Tensor, token_ids: Tensor) -> None:

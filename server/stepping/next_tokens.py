@@ -23,7 +23,7 @@ from server.backends.device import Device
 from server.stepping.batch import Forward
 from server.stepping.logit_rules import Allowed
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
-from server.stepping.sequences import SequenceState, TokenRun
+from server.stepping.sequences import SampledRow, TokenRun
 from server.stepping.vocabulary import Vocabulary
 
 # Samplers that are kept for the same rows: sequences with a grammar take part in one step and sit out the next.
@@ -41,26 +41,30 @@ class TokenChooser:
 
     def __call__(
         self,
-        sequences: list[SequenceState],
+        rows: Sequence[SampledRow],
         logits: Callable[[slice], Tensor],
         *,
         positions: Tensor,
         previous: Tensor,
-        allowed: Mapping[int, Allowed],
+        allowed: Mapping[tuple[int, int], Allowed],
     ) -> list[Chosen]:
-        """A token for each of `sequences`, a few rows at a time, so that no batch takes more memory than they do.
+        """A token for each of `rows`, a few at a time, so that no batch takes more memory than they do.
 
-        logits: of some rows, [R, Vl]; positions, previous: see `Sampler`; allowed: of sequences with a grammar, by id.
+        logits: of some rows, [R, Vl]; positions, previous: see `Sampler`; allowed: where there is a grammar, by the
+        sequence's id and the row's place in its draft.
         """
-        assert all(s.id in allowed for s in sequences if s.choice.is_constrained), "a grammar says what comes next"
+        masks = [allowed.get((row.sequence.id, row.place)) for row in rows] if allowed else [None] * len(rows)
+        unknown = any(
+            mask is None and row.sequence.choice.is_constrained for mask, row in zip(masks, rows, strict=True)
+        )
+        assert not unknown, "a grammar says what comes next"
         chosen = []
-        for first in range(0, len(sequences), LOGIT_ROWS):
-            rows = slice(first, first + LOGIT_ROWS)
-            histories = [s.history for s in sequences[rows]]
-            recents = [s.recent for s in sequences[rows]]
-            masks = [allowed.get(s.id) for s in sequences[rows]] if allowed else []
-            sampler = self._sampler([s.choice for s in sequences[rows]], first)
-            chosen.append(sampler(logits(rows), positions[rows], previous[rows], histories, recents, masks))
+        for first in range(0, len(rows), LOGIT_ROWS):
+            part = slice(first, first + LOGIT_ROWS)
+            histories = [row.history for row in rows[part]]
+            recents = [row.recent for row in rows[part]]
+            sampler = self._sampler([row.sequence.choice for row in rows[part]], first)
+            chosen.append(sampler(logits(part), positions[part], previous[part], histories, recents, masks[part]))
         return chosen
 
     def _sampler(self, choices: list[TokenChoice], first: int) -> Sampler:

@@ -36,7 +36,7 @@ from server.arch.stages import Stage
 from server.backends.device import Device, Event
 from server.ranks.collectives import COLLECTIVE_TIMEOUT, PeerLost, Shard
 from server.stepping.batch import Carried, Tables
-from server.stepping.sequences import SequenceState, TokenRun
+from server.stepping.sequences import TokenRun
 
 HEADER = struct.Struct("<QQ")  # the message's number, and its bytes
 HELLO = struct.Struct("<8sII")  # of the dialling side: `MAGIC`, its stage, and how many there are
@@ -54,7 +54,10 @@ class Neighbours(Protocol):
     dtype: torch.dtype  # likewise
 
     def take_tokens(self, runs: Sequence[TokenRun], tables: Tables) -> None:
-        """Have the latest tokens of these sequences in the tables. Raises PeerLost."""
+        """Have the latest tokens of these sequences in the tables. Raises PeerLost.
+
+        Those of drafts, which bring their tokens, are taken so that nothing that came waits for ever.
+        """
 
     def carried(self, tokens: int, encoded: int = 0) -> Carried | None:
         """What the stage before hands on of so many tokens; None in the first stage. Raises PeerLost.
@@ -62,8 +65,8 @@ class Neighbours(Protocol):
         encoded: tokens of the prompts that an encoder reads in the step.
         """
 
-    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
-        """Give the next stage what this one made; the last one chooses tokens for `sampled`, in `rows` [R]."""
+    def hand_on(self, carried: Carried, sampled: Sequence[TokenRun], rows: Tensor) -> None:
+        """Give the next stage what this one made; the last one chooses the tokens of `sampled`, in `rows` [R]."""
 
     def give_tokens(self, token_ids: Tensor) -> None:
         """Tell the first stage the tokens [R] that this one, the last, has chosen."""
@@ -86,7 +89,7 @@ class NoNeighbours:
         """There is no stage before."""
         return None
 
-    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
+    def hand_on(self, carried: Carried, sampled: Sequence[TokenRun], rows: Tensor) -> None:
         """There is no next stage."""
         raise AssertionError("a model that is not cut is its own last stage")
 
@@ -132,10 +135,10 @@ class StageNeighbours:
         counts = [tokens, encoded] if encoded else [tokens]
         return Carried(*self._receive([((count, self.width), self.dtype) for count in counts]))
 
-    def hand_on(self, carried: Carried, sampled: Sequence[SequenceState], rows: Tensor) -> None:
+    def hand_on(self, carried: Carried, sampled: Sequence[TokenRun], rows: Tensor) -> None:
         self._send([carried.hidden] if carried.encoded is None else [carried.hidden, carried.encoded])
         if self.stage.is_first and sampled:
-            self._due.append((frozenset(s.id for s in sampled), rows.clone()))
+            self._due.append((frozenset(run.sequence.id for run in sampled), rows.clone()))
 
     def give_tokens(self, token_ids: Tensor) -> None:
         self._send([token_ids])

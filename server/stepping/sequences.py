@@ -45,6 +45,7 @@ class SequenceState:
     encoder_blocks: Sequence[int]
     encoder_row: int  # of the device's tables, where the encoder's blocks are; without an encoder the same as `row`
     lane: int = 0  # the micro-batch in which it decodes
+    drafted_at: int = 0  # position of its draft whose outcome the router knows alone; 0: there is none
     own_cache: Any = None  # what a model without paged cache keeps of it
 
     @property
@@ -64,8 +65,45 @@ class SequenceState:
         self.reported_from = self.computed + 1 if self.choice.raw_logprobs else NOTHING
         if self.history is not None:
             self.history.add(token_ids[1:])
+        self._note(token_ids[1:])
+
+    def draft(self, position: int, token_ids: list[int], came: Sequence[int]) -> TokenRun:
+        """Go on from `position` with these tokens, its latest and guesses, behind a draft of which `came` came."""
+        if self.drafted_at:
+            self._note(came)
+        self.computed = position
+        self.drafted_at = position if len(token_ids) > 1 else 0
+        return TokenRun(self, position, len(token_ids), token_ids)
+
+    def _note(self, token_ids: Sequence[int]) -> None:
+        """Count tokens that it has, but that were not chosen behind those that it had."""
+        if self.history is not None:
+            self.history.add(token_ids)
         if self.recent is not None:
-            self.recent.extend(token_ids[1:])
+            self.recent.extend(token_ids)
+
+
+class SampledRow(NamedTuple):
+    """Where a step chooses a token of a sequence. guesses: those of its draft before it; None: there are none at all.
+
+    What a draft yields counts only once the router says so: its rows have histories of their own.
+    """
+
+    sequence: SequenceState
+    place: int = 0
+    guesses: Sequence[int] | None = None
+
+    @property
+    def history(self) -> History | None:
+        """See `SequenceState`."""
+        own = self.sequence.history
+        return own if own is None or self.guesses is None else own.fork(self.guesses)
+
+    @property
+    def recent(self) -> RecentTokens | None:
+        """See `SequenceState`."""
+        own = self.sequence.recent
+        return own if own is None or self.guesses is None else own.fork(self.guesses)
 
 
 class TokenRun(NamedTuple):
@@ -74,11 +112,29 @@ class TokenRun(NamedTuple):
     sequence: SequenceState
     start: int
     length: int
+    draft: Sequence[int] = ()  # the tokens, where they are a draft
 
     @property
-    def yields_token(self) -> bool:
-        """Whether the whole prompt is computed after this run, so that the next token is sampled."""
-        return self.start + self.length >= len(self.sequence.prompt)
+    def token_ids(self) -> Sequence[int]:
+        """Of a run that does not decode."""
+        return self.draft or self.sequence.prompt[self.start : self.start + self.length]
+
+    @property
+    def guesses(self) -> Sequence[int]:
+        """Tokens behind the first, of which nobody knows yet whether the sequence gets them."""
+        return self.draft[1:]
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens are chosen: behind each of a draft, or one where the whole prompt is computed afterwards."""
+        return len(self.draft) or int(self.start + self.length >= len(self.sequence.prompt))
+
+    @property
+    def rows(self) -> Iterable[SampledRow]:
+        """Those of a run that yields tokens."""
+        if not self.guesses:
+            return (SampledRow(self.sequence),)
+        return (SampledRow(self.sequence, place, self.guesses[:place]) for place in range(len(self.draft)))
 
     @property
     def reported(self) -> range:
@@ -101,13 +157,25 @@ class StepRuns(NamedTuple):
     decodes: list[TokenRun]
     chunks: list[TokenRun]
     added: list[SequenceState]
-    allowed: Mapping[int, Allowed] = {}  # sequence -> what it may get in this step, where that is not everything
+    # Sequence and place in its draft, 0 without one -> what it may get there, where that is not everything.
+    allowed: Mapping[tuple[int, int], Allowed] = {}
     grown: Sequence[Growth] = ()
+    drafts: Sequence[TokenRun] = ()
 
     @property
     def computes(self) -> bool:
         """Whether there is anything to compute."""
-        return bool(self.decodes or self.chunks)
+        return bool(self.decodes or self.chunks or self.drafts)
+
+    @property
+    def uploaded(self) -> list[TokenRun]:
+        """Those whose tokens the host knows, in the order in which they stand behind the decodes."""
+        return [*self.drafts, *self.chunks]
+
+    @property
+    def sampled(self) -> list[TokenRun]:
+        """Those that yield tokens."""
+        return self.decodes + [run for run in self.uploaded if run.num_sampled]
 
 
 @dataclass
@@ -137,22 +205,27 @@ class SequenceTable:
         Raises StepError for a request that breaks the contract; then only retired sequences have left.
         """
         self._forget([*self.sequences] if request.reset else request.retire)
-        if request.add or request.extend or request.chunk_ids or request.grown_ids:
+        if request.add or request.extend or request.chunk_ids or request.grown_ids or request.drafts:
             self._check(request)
         added = [self._add(new) for new in request.add]
         for extension in request.extend:
             if extension.id in self.sequences:
                 self.sequences[extension.id].extend(list(extension.token_ids))
         grown = [self._grow(*growth) for growth in _growths(request) if growth[0] in self.sequences]
+        drafts = [
+            self.sequences[draft.id].draft(draft.position, list(draft.token_ids), draft.came)
+            for draft in request.drafts
+            if draft.id in self.sequences
+        ]
         decodes = self._decodes(request) if request.decode else []
         chunks = [
             TokenRun(self.sequences[id], self.sequences[id].computed, count)
             for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
             if id in self.sequences
         ]
-        for sequence, _, count in decodes + chunks:
+        for sequence, _, count, _ in decodes + drafts + chunks:
             sequence.computed += count
-        return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {}, grown)
+        return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {}, grown, drafts)
 
     def rows_and_blocks(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         """The row of each of these sequences that is there, with its part of `blocks`. Raises StepError."""
@@ -185,21 +258,25 @@ class SequenceTable:
         """Forget every sequence that a failed step touched."""
         if request.decode:
             self._forget([run.sequence.id for run in self._decodes(request)])
-        self._forget([*request.chunk_ids, *request.grown_ids, *(new.id for new in request.add)])
+        drafted = [draft.id for draft in request.drafts]
+        self._forget([*request.chunk_ids, *request.grown_ids, *drafted, *(new.id for new in request.add)])
 
     def _decodes(self, request: pb.StepRequest) -> list[TokenRun]:
-        """The next token of every sequence of the lane whose prompt is computed, but for those that are held."""
+        """The next token of every sequence of the lane whose prompt is computed, but for those held or on a draft."""
         lane = request.lane
-        sequences = [s for s in self.sequences.values() if s.lane == lane and s.computed >= len(s.prompt)]
-        if request.held:
-            waiting = frozenset(request.held)
+        sequences = [
+            s for s in self.sequences.values() if s.lane == lane and s.computed >= len(s.prompt) and not s.drafted_at
+        ]
+        if request.held or request.drafts:
+            waiting = frozenset([*request.held, *(draft.id for draft in request.drafts)])
             sequences = [s for s in sequences if s.id not in waiting]
         return [TokenRun(s, s.computed, 1) for s in sequences]
 
-    def _allowed(self, masks: Iterable[pb.TokenMask]) -> dict[int, Allowed]:
-        found: dict[int, Allowed] = {}
+    def _allowed(self, masks: Iterable[pb.TokenMask]) -> dict[tuple[int, int], Allowed]:
+        found: dict[tuple[int, int], Allowed] = {}
         for mask in masks:
-            found |= dict.fromkeys(mask.ids, allowed_tokens(mask, self.vocabulary.size))
+            places = zip(mask.ids, mask.rows or [0] * len(mask.ids), strict=True)
+            found |= dict.fromkeys(places, allowed_tokens(mask, self.vocabulary.size))
         return found
 
     def _forget(self, ids: Iterable[int]) -> None:
@@ -221,6 +298,9 @@ class SequenceTable:
             self._check_growth(id, count, request.grown_blocks)
         for extension in request.extend:
             self._check_extension(extension, grown.get(extension.id, 0))
+        for mask in request.masks:
+            if len(mask.rows) not in (0, len(mask.ids)):
+                raise StepError(f"a mask of sequences {list(mask.ids)} is for {len(mask.rows)} rows: name one for each")
         remaining = {id: s.remaining for id, s in self.sequences.items()}
         remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
         remaining |= {
@@ -231,6 +311,33 @@ class SequenceTable:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
             if count > self.most_at_once:
                 raise StepError(f"sequence {id} takes {count} tokens in a step, but its ring {self.most_at_once}")
+        drafted: set[int] = set()
+        for draft in request.drafts:
+            if draft.id in drafted or remaining.get(draft.id):
+                left = "a draft already" if draft.id in drafted else f"{remaining[draft.id]} prompt tokens left"
+                raise StepError(f"sequence {draft.id} has {left}: it cannot have a draft")
+            if draft.id in self.sequences:  # else a failed step dropped it
+                self._check_draft(draft, self.sequences[draft.id], grown.get(draft.id, 0))
+            drafted.add(draft.id)
+
+    def _check_draft(self, draft: pb.Draft, sequence: SequenceState, num_more: int) -> None:
+        count = len(draft.token_ids)
+        if not count or max([*draft.token_ids, *draft.came]) >= self.vocabulary.size:
+            raise StepError(f"sequence {draft.id} needs token ids below the vocabulary size, {self.vocabulary.size}")
+        if count > self.most_at_once:
+            raise StepError(f"sequence {draft.id} takes {count} tokens in a step, but its ring {self.most_at_once}")
+        if num_blocks(draft.position + count) > len(sequence.blocks) + num_more:
+            raise StepError(f"sequence {draft.id} has no room for a draft of {count} tokens at {draft.position}")
+        first, last = sequence.drafted_at + 1 if sequence.drafted_at else sequence.computed, sequence.computed
+        if not first <= draft.position <= last:
+            raise StepError(
+                f"sequence {draft.id} goes on from position {draft.position}, but a draft can begin at {first} … {last}"
+            )
+        if sequence.drafted_at and len(draft.came) != draft.position - sequence.drafted_at:
+            raise StepError(
+                f"sequence {draft.id} got {len(draft.came)} tokens, but its draft at {sequence.drafted_at} is followed "
+                f"by one at {draft.position}"
+            )
 
     def _check_new(self, new: pb.NewSequence) -> None:
         if new.id in self.sequences:
@@ -260,10 +367,9 @@ class SequenceTable:
         sequence, token_ids = self.sequences.get(extension.id), extension.token_ids
         if sequence is None:
             return  # a failed step dropped it
-        if sequence.remaining:
-            raise StepError(
-                f"sequence {extension.id} has {sequence.remaining} prompt tokens left: it cannot be extended"
-            )
+        if sequence.remaining or sequence.drafted_at:
+            left = "a draft" if sequence.drafted_at else f"{sequence.remaining} prompt tokens left"
+            raise StepError(f"sequence {extension.id} has {left}: it cannot be extended")
         if not token_ids or max(token_ids) >= self.vocabulary.size:
             raise StepError(
                 f"sequence {extension.id} needs token ids below the vocabulary size, {self.vocabulary.size}"

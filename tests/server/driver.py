@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -198,11 +199,70 @@ class Prompt:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
     prompt_values: list[float] = field(default_factory=list)
     prompt_top: list[tuple[int, float]] = field(default_factory=list)
 
 
-def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+@dataclass
+class Drafter:
+    """Gives sequences drafts at random, right ones and wrong ones, in turn with plain decoding and with waiting.
+
+    answers: the tokens that each sequence will get; right: how likely each guess is what comes; most: guesses at once.
+    """
+
+    answers: Sequence[Sequence[int]]
+    right: float = 0.7
+    most: int = 6
+    seed: int = 0
+    accepted: int = 0  # guesses that were right
+    refused: int = 0  # drafts with one that was not
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._open: dict[int, pb.Draft] = {}  # of each sequence its last draft, unless it decodes plainly again
+
+    def draft(self, request: pb.StepRequest, id: int, prompt: Prompt, first: int) -> pb.Draft | None:
+        """Have the sequence get a draft in this step, or wait, or decode. first: tokens before those it generates."""
+        before, so_far = self._open.get(id), len(prompt.tokens)
+        way = self._random.random()
+        if way < 0.15:
+            request.held.append(id)
+            return None
+        is_forced = prompt.rule is not None and bool(prompt.rule(prompt.tokens)[0])
+        if before is None and (way < 0.4 or is_forced):
+            return None
+        count = min(self._random.randint(0, self.most), prompt.max_new_tokens - so_far - 1)
+        guesses = [self._guess(token) for token in self.answers[id][so_far : so_far + count]]
+        if prompt.rule is not None:
+            guesses = list(_as_far_as_allowed(prompt.rule, prompt.tokens, guesses))
+        position = first + so_far - 1
+        came = [] if before is None else prompt.tokens[before.position + 1 - first :]
+        draft = request.drafts.add(id=id, position=position, token_ids=[prompt.tokens[-1], *guesses], came=came)
+        self._open.pop(id, None)
+        if guesses:
+            self._open[id] = draft
+        return draft
+
+    def judge(self, draft: pb.Draft, came: int) -> None:
+        """Count what became of a draft."""
+        self.accepted += came - 1
+        self.refused += came < len(draft.token_ids)
+
+    def _guess(self, token: int) -> int:
+        return token if self._random.random() < self.right else self._random.randrange(103)
+
+
+def _as_far_as_allowed(rule: Rule, tokens: Sequence[int], guesses: Sequence[int]) -> Iterator[int]:
+    """The guesses that its grammar may take, before what it forces."""
+    for place, guess in enumerate(guesses):
+        allowed = rule([*tokens, *guesses[:place]])[1]
+        if guess not in allowed or rule([*tokens, *guesses[: place + 1]])[0]:
+            return
+        yield guess
+
+
+def generate(engine: Engine, prompts: Sequence[Prompt], drafter: Drafter | None = None) -> Sequence[Prompt]:
     """Run every prompt to its end, each joining when it says so; blocks are handed out and never reused."""
     left = {id: len(split(engine, p.token_ids)[0]) - p.cached[1] for id, p in enumerate(prompts)}
     tables: dict[int, list[int]] = {}
@@ -218,18 +278,24 @@ def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
                 tables[id] = shared + take(blocks, len(prompt.token_ids) + prompt.max_new_tokens - computed)
                 given[id] = num_blocks(len(prompt.token_ids)) if prompt.grows else len(tables[id])
                 _add(request, id, prompt, tables[id][: given[id]], split(engine, prompt.token_ids), blocks)
-            if id in given and id not in done and given[id] < num_blocks(len(prompt.token_ids) + len(prompt.tokens)):
+            draft, first = None, len(split(engine, prompt.token_ids)[0])
+            if drafter is not None and prompt.tokens and id not in done:
+                draft = drafter.draft(request, id, prompt, first)
+            reach = len(prompt.token_ids) + len(prompt.tokens) + (len(draft.token_ids) - 1 if draft else 0)
+            if id in given and id not in done and given[id] < num_blocks(reach):
                 request.grown_ids.append(id)
-                request.grown_counts.append(1)
-                request.grown_blocks.append(tables[id][given[id]])
-                given[id] += 1
+                request.grown_counts.append(num_blocks(reach) - given[id])
+                request.grown_blocks.extend(tables[id][given[id] : num_blocks(reach)])
+                given[id] = num_blocks(reach)
             if prompt.joins_at <= step and left[id]:
                 request.chunk_ids.append(id)
                 request.chunk_tokens.append(min(prompt.chunk, left[id]))
                 left[id] -= request.chunk_tokens[-1]
-            if prompt.rule is not None and prompt.joins_at <= step and id not in done and not left[id]:
+            if prompt.rule is not None and draft is not None:
+                _constrain_draft(request, draft, prompt.tokens, prompt.rule)
+            elif prompt.rule is not None and prompt.joins_at <= step and id not in done and not left[id]:
                 _constrain(request, id, prompt, prompt.rule)
-        retire = _collect(engine, request, prompts)
+        retire = _collect(engine, request, prompts, drafter)
         done |= set(retire)
         step += 1
     engine.launch(pb.StepRequest(step=step + 1, retire=retire))
@@ -239,6 +305,8 @@ def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule) -> None:
     """Hold it, or say what it may get, and what comes before that in any case."""
     is_running = id not in request.chunk_ids
+    if id in request.held:
+        return
     if is_running and prompt.holds and request.step % 3 == 0:
         request.held.append(id)
         return
@@ -252,6 +320,14 @@ def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule) -> 
         request.chunk_ids.append(id)
         request.chunk_tokens.append(1 + len(forced))
         prompt.tokens += forced
+
+
+def _constrain_draft(request: pb.StepRequest, draft: pb.Draft, tokens: Sequence[int], rule: Rule) -> None:
+    """Say what may come behind each of its tokens."""
+    for row in range(len(draft.token_ids)):
+        _, allowed = rule([*tokens, *draft.token_ids[1 : 1 + row]])
+        rows = [row] if row or request.step % 2 else []
+        request.masks.add(ids=[draft.id], rows=rows, allowed=pb.TokenIds(ids=allowed))
 
 
 def _add(
@@ -288,7 +364,7 @@ def split(engine: Engine, token_ids: list[int]) -> tuple[list[int], list[int]]:
     return (token_ids, []) if start is None else ([start], token_ids)
 
 
-def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt]) -> list[int]:
+def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt], drafter: Drafter | None) -> list[int]:
     """Launch the step, hand its tokens out, return the ids that are done."""
     launched = engine.launch(request)
     if launched is None:
@@ -301,7 +377,10 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt])
         prompts[id].tokens.append(result.token_ids[i])
         prompts[id].logprobs.append(result.logprobs[i])
         prompts[id].top_ids.append(result.top_ids[i])
-    return [id for id in result.ids if len(prompts[id].tokens) == prompts[id].max_new_tokens]
+        prompts[id].top_logprobs.append(result.top_logprobs[i])
+    for draft in request.drafts if drafter is not None else ():
+        drafter.judge(draft, result.ids.count(draft.id))
+    return [id for id in dict.fromkeys(result.ids) if len(prompts[id].tokens) == prompts[id].max_new_tokens]
 
 
 @torch.inference_mode()

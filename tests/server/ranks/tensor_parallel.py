@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Prompt, generate, greedy, load_engine, sampled
+from tests.server.driver import CPU, GREEDY, Drafter, Prompt, generate, greedy, load_engine, sampled
 from tests.server.offload.streaming import offloaded, streaming
 
 SAMPLINGS = [
@@ -59,9 +59,11 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
     """The tokens of every prompt.
 
     model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
-    weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files.
+    weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files. A ! behind
+    all that: sequences have drafts.
     """
-    format, _, stored = str(model).rpartition("=")
+    model, has_drafts, _ = str(model).partition("!")
+    format, _, stored = model.rpartition("=")
     stored, _, shares = stored.partition("@")
     folder, _, cache = stored.partition("+")
     with ExitStack() as stack:
@@ -82,7 +84,8 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             warms_up=False,
             **settings,
         )
-        return [prompt.tokens for prompt in generate(engine, prompts())]
+        found = [prompt.tokens for prompt in generate(engine, prompts())]
+        return [prompt.tokens for prompt in generate(engine, prompts(), Drafter(found))] if has_drafts else found
 
 
 def run_rank(arguments: tuple[int, int, str, Sequence[str]]) -> dict[str, list[list[int]]]:

@@ -27,7 +27,7 @@ def engine(tiny_bloom: Path) -> Engine:
 
 def fresh(prompt: Prompt) -> Prompt:
     """The same prompt, not yet run."""
-    return replace(prompt, tokens=[], logprobs=[], top_ids=[], prompt_values=[], prompt_top=[])
+    return replace(prompt, tokens=[], logprobs=[], top_ids=[], top_logprobs=[], prompt_values=[], prompt_top=[])
 
 
 def every_pair() -> dict[str, list[int]]:
