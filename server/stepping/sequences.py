@@ -63,17 +63,18 @@ class SequenceState:
         unknown = self.computed - len(self.prompt)  # the device knew them, and they are not read again
         self.prompt += [0] * unknown + token_ids
         self.reported_from = self.computed + 1 if self.choice.raw_logprobs else NOTHING
-        if self.history is not None:
-            self.history.add(token_ids[1:])
         self._note(token_ids[1:])
 
-    def draft(self, position: int, token_ids: list[int], came: Sequence[int]) -> TokenRun:
-        """Go on from `position` with these tokens, its latest and guesses, behind a draft of which `came` came."""
+    def draft(self, token_ids: list[int]) -> TokenRun:
+        """Go on with these tokens, its latest and guesses."""
+        self.drafted_at = self.computed if len(token_ids) > 1 else 0
+        return TokenRun(self, self.computed, len(token_ids), token_ids)
+
+    def go_back(self, position: int, came: Sequence[int]) -> None:
+        """Nothing counts as computed from `position` on, its latest token's. came: of its draft, if it had one."""
         if self.drafted_at:
             self._note(came)
-        self.computed = position
-        self.drafted_at = position if len(token_ids) > 1 else 0
-        return TokenRun(self, position, len(token_ids), token_ids)
+        self.computed, self.drafted_at = position, 0
 
     def _note(self, token_ids: Sequence[int]) -> None:
         """Count tokens that it has, but that were not chosen behind those that it had."""
@@ -208,12 +209,15 @@ class SequenceTable:
         if request.add or request.extend or request.chunk_ids or request.grown_ids or request.drafts:
             self._check(request)
         added = [self._add(new) for new in request.add]
+        for extension in (*request.extend, *request.drafts):
+            if extension.id in self.sequences:
+                self.sequences[extension.id].go_back(extension.position, extension.came)
         for extension in request.extend:
             if extension.id in self.sequences:
                 self.sequences[extension.id].extend(list(extension.token_ids))
         grown = [self._grow(*growth) for growth in _growths(request) if growth[0] in self.sequences]
         drafts = [
-            self.sequences[draft.id].draft(draft.position, list(draft.token_ids), draft.came)
+            self.sequences[draft.id].draft(list(draft.token_ids))
             for draft in request.drafts
             if draft.id in self.sequences
         ]
@@ -311,33 +315,21 @@ class SequenceTable:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
             if count > self.most_at_once:
                 raise StepError(f"sequence {id} takes {count} tokens in a step, but its ring {self.most_at_once}")
-        drafted: set[int] = set()
-        for draft in request.drafts:
-            if draft.id in drafted or remaining.get(draft.id):
-                left = "a draft already" if draft.id in drafted else f"{remaining[draft.id]} prompt tokens left"
-                raise StepError(f"sequence {draft.id} has {left}: it cannot have a draft")
-            if draft.id in self.sequences:  # else a failed step dropped it
-                self._check_draft(draft, self.sequences[draft.id], grown.get(draft.id, 0))
-            drafted.add(draft.id)
+        self._check_drafts(request.drafts, remaining, grown)
 
-    def _check_draft(self, draft: pb.Draft, sequence: SequenceState, num_more: int) -> None:
-        count = len(draft.token_ids)
-        if not count or max([*draft.token_ids, *draft.came]) >= self.vocabulary.size:
-            raise StepError(f"sequence {draft.id} needs token ids below the vocabulary size, {self.vocabulary.size}")
-        if count > self.most_at_once:
-            raise StepError(f"sequence {draft.id} takes {count} tokens in a step, but its ring {self.most_at_once}")
-        if num_blocks(draft.position + count) > len(sequence.blocks) + num_more:
-            raise StepError(f"sequence {draft.id} has no room for a draft of {count} tokens at {draft.position}")
-        first, last = sequence.drafted_at + 1 if sequence.drafted_at else sequence.computed, sequence.computed
-        if not first <= draft.position <= last:
-            raise StepError(
-                f"sequence {draft.id} goes on from position {draft.position}, but a draft can begin at {first} … {last}"
-            )
-        if sequence.drafted_at and len(draft.came) != draft.position - sequence.drafted_at:
-            raise StepError(
-                f"sequence {draft.id} got {len(draft.came)} tokens, but its draft at {sequence.drafted_at} is followed "
-                f"by one at {draft.position}"
-            )
+    def _check_drafts(
+        self, drafts: Iterable[pb.Extension], remaining: Mapping[int, int], grown: Mapping[int, int]
+    ) -> None:
+        """remaining: prompt tokens that sequences have left; grown: blocks that they get."""
+        seen: set[int] = set()
+        for draft in drafts:
+            if draft.id in seen or remaining.get(draft.id):
+                left = "a draft already" if draft.id in seen else f"{remaining[draft.id]} prompt tokens left"
+                raise StepError(f"sequence {draft.id} has {left}: it cannot have a draft")
+            if (count := len(draft.token_ids)) > self.most_at_once:
+                raise StepError(f"sequence {draft.id} takes {count} tokens in a step, but its ring {self.most_at_once}")
+            self._check_extension(draft, grown.get(draft.id, 0))
+            seen.add(draft.id)
 
     def _check_new(self, new: pb.NewSequence) -> None:
         if new.id in self.sequences:
@@ -364,18 +356,23 @@ class SequenceTable:
             raise StepError(f"sequence {id} would have more than {self.longest} blocks: raise --max-total-tokens")
 
     def _check_extension(self, extension: pb.Extension, num_more: int) -> None:
-        sequence, token_ids = self.sequences.get(extension.id), extension.token_ids
-        if sequence is None:
+        id, position, count = extension.id, extension.position, len(extension.token_ids)
+        if (sequence := self.sequences.get(id)) is None:
             return  # a failed step dropped it
-        if sequence.remaining or sequence.drafted_at:
-            left = "a draft" if sequence.drafted_at else f"{sequence.remaining} prompt tokens left"
-            raise StepError(f"sequence {extension.id} has {left}: it cannot be extended")
-        if not token_ids or max(token_ids) >= self.vocabulary.size:
+        if sequence.remaining:
+            raise StepError(f"sequence {id} has {sequence.remaining} prompt tokens left: it cannot be extended")
+        if not count or max([*extension.token_ids, *extension.came]) >= self.vocabulary.size:
+            raise StepError(f"sequence {id} needs token ids below the vocabulary size, {self.vocabulary.size}")
+        if num_blocks(position + count) > len(sequence.blocks) + num_more:
+            raise StepError(f"sequence {id} has no room for {count} tokens from {position} on")
+        first, last = sequence.drafted_at + 1 if sequence.drafted_at else sequence.computed, sequence.computed
+        if not first <= position <= last:
+            raise StepError(f"sequence {id} goes on from position {position}, but it can from {first} … {last}")
+        if sequence.drafted_at and len(extension.came) != position - sequence.drafted_at:
             raise StepError(
-                f"sequence {extension.id} needs token ids below the vocabulary size, {self.vocabulary.size}"
+                f"sequence {id} got {len(extension.came)} tokens of its draft at {sequence.drafted_at}, but goes on "
+                f"from position {position}"
             )
-        if num_blocks(sequence.computed + len(token_ids)) > len(sequence.blocks) + num_more:
-            raise StepError(f"sequence {extension.id} has no room for {len(token_ids)} more tokens")
 
     def _check_sampling(self, id: int, sampling: pb.SamplingParameters) -> None:
         if max([*sampling.bias_ids, *sampling.banned_word_ids, *sampling.end_ids], default=0) >= self.vocabulary.size:

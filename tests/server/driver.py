@@ -220,9 +220,9 @@ class Drafter:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._open: dict[int, pb.Draft] = {}  # of each sequence its last draft, unless it decodes plainly again
+        self._open: dict[int, pb.Extension] = {}  # of each sequence its last draft, unless it decodes plainly again
 
-    def draft(self, request: pb.StepRequest, id: int, prompt: Prompt, first: int) -> pb.Draft | None:
+    def draft(self, request: pb.StepRequest, id: int, prompt: Prompt, first: int) -> pb.Extension | None:
         """Have the sequence get a draft in this step, or wait, or decode. first: tokens before those it generates."""
         before, so_far = self._open.get(id), len(prompt.tokens)
         way = self._random.random()
@@ -230,21 +230,25 @@ class Drafter:
             request.held.append(id)
             return None
         is_forced = prompt.rule is not None and bool(prompt.rule(prompt.tokens)[0])
-        if before is None and (way < 0.4 or is_forced):
+        if is_forced or (before is None and way < 0.4):
             return None
         count = min(self._random.randint(0, self.most), prompt.max_new_tokens - so_far - 1)
         guesses = [self._guess(token) for token in self.answers[id][so_far : so_far + count]]
         if prompt.rule is not None:
             guesses = list(_as_far_as_allowed(prompt.rule, prompt.tokens, guesses))
         position = first + so_far - 1
-        came = [] if before is None else prompt.tokens[before.position + 1 - first :]
+        came = self.came(id, prompt, first)
         draft = request.drafts.add(id=id, position=position, token_ids=[prompt.tokens[-1], *guesses], came=came)
-        self._open.pop(id, None)
         if guesses:
             self._open[id] = draft
         return draft
 
-    def judge(self, draft: pb.Draft, came: int) -> None:
+    def came(self, id: int, prompt: Prompt, first: int) -> list[int]:
+        """What came of its last draft, whose outcome the engine is told with this."""
+        before = self._open.pop(id, None)
+        return [] if before is None else prompt.tokens[before.position + 1 - first :]
+
+    def judge(self, draft: pb.Extension, came: int) -> None:
         """Count what became of a draft."""
         self.accepted += came - 1
         self.refused += came < len(draft.token_ids)
@@ -294,7 +298,8 @@ def generate(engine: Engine, prompts: Sequence[Prompt], drafter: Drafter | None 
             if prompt.rule is not None and draft is not None:
                 _constrain_draft(request, draft, prompt.tokens, prompt.rule)
             elif prompt.rule is not None and prompt.joins_at <= step and id not in done and not left[id]:
-                _constrain(request, id, prompt, prompt.rule)
+                came = [] if drafter is None or id in request.held else drafter.came(id, prompt, first)
+                _constrain(request, id, prompt, prompt.rule, first, came)
         retire = _collect(engine, request, prompts, drafter)
         done |= set(retire)
         step += 1
@@ -302,7 +307,7 @@ def generate(engine: Engine, prompts: Sequence[Prompt], drafter: Drafter | None 
     return prompts
 
 
-def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule) -> None:
+def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule, first: int, came: Sequence[int]) -> None:
     """Hold it, or say what it may get, and what comes before that in any case."""
     is_running = id not in request.chunk_ids
     if id in request.held:
@@ -316,13 +321,14 @@ def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule) -> 
     else:
         request.masks.add(ids=[id], bits=sum(1 << token for token in allowed).to_bytes(max(allowed) // 8 + 1, "little"))
     if is_running and forced:
-        request.extend.add(id=id, token_ids=[prompt.tokens[-1], *forced])
+        position = first + len(prompt.tokens) - 1
+        request.extend.add(id=id, position=position, token_ids=[prompt.tokens[-1], *forced], came=came)
         request.chunk_ids.append(id)
         request.chunk_tokens.append(1 + len(forced))
         prompt.tokens += forced
 
 
-def _constrain_draft(request: pb.StepRequest, draft: pb.Draft, tokens: Sequence[int], rule: Rule) -> None:
+def _constrain_draft(request: pb.StepRequest, draft: pb.Extension, tokens: Sequence[int], rule: Rule) -> None:
     """Say what may come behind each of its tokens."""
     for row in range(len(draft.token_ids)):
         _, allowed = rule([*tokens, *draft.token_ids[1 : 1 + row]])

@@ -189,7 +189,7 @@ def step(engine: Engine, request: pb.StepRequest) -> list[int]:
 
 
 def drafted(position: int, *token_ids: int, came: Sequence[int] = (), **fields: Any) -> pb.StepRequest:
-    return pb.StepRequest(drafts=[pb.Draft(id=1, position=position, token_ids=token_ids, came=came)], **fields)
+    return pb.StepRequest(drafts=[pb.Extension(id=1, position=position, token_ids=token_ids, came=came)], **fields)
 
 
 @pytest.fixture(scope="module")
@@ -203,17 +203,17 @@ def engine(tiny_bloom: Path) -> Engine:
         ([], drafted(3), "needs token ids below"),
         ([], drafted(3, 5, 103), "needs token ids below"),
         ([], drafted(3, 5, came=[103]), "needs token ids below"),
-        ([], drafted(2, 5, 6), "but a draft can begin at 3 … 3"),
-        ([], drafted(4, 5), "but a draft can begin at 3 … 3"),
-        ([], drafted(3, *[5] * 30), "no room for a draft of 30 tokens at 3"),
-        ([drafted(3, 5, 6, 7)], drafted(3, 5, 6), "but a draft can begin at 4 … 6"),
+        ([], drafted(2, 5, 6), "but it can from 3 … 3"),
+        ([], drafted(4, 5), "but it can from 3 … 3"),
+        ([], drafted(3, *[5] * 30), "no room for 30 tokens from 3 on"),
+        ([drafted(3, 5, 6, 7)], drafted(3, 5, 6), "but it can from 4 … 6"),
         ([drafted(3, 5, 6, 7)], drafted(4, 5), "got 0 tokens"),
         (
             [drafted(3, 5, 6, 7)],
-            pb.StepRequest(extend=[pb.Extension(id=1, token_ids=[5])], chunk_ids=[1], chunk_tokens=[1]),
-            "has a draft",
+            pb.StepRequest(extend=[pb.Extension(id=1, position=3, token_ids=[5])], chunk_ids=[1], chunk_tokens=[1]),
+            "but it can from 4 … 6",
         ),
-        ([], drafted(3, 5, extend=[pb.Extension(id=1, token_ids=[5])]), "has 1 prompt tokens left"),
+        ([], drafted(3, 5, extend=[pb.Extension(id=1, position=3, token_ids=[5])]), "has 1 prompt tokens left"),
         ([], pb.StepRequest(drafts=[*drafted(3, 5).drafts, *drafted(3, 5).drafts]), "has a draft already"),
         ([], drafted(3, 5, masks=[pb.TokenMask(ids=[1], rows=[0, 1])]), "name one for each"),
     ],

@@ -192,7 +192,7 @@ def test_an_extension_that_breaks_the_contract_is_refused(
     request = pb.StepRequest(chunk_ids=[1], chunk_tokens=[2])
     request.add.add(id=1, token_ids=[3, 4], blocks=[0], sampling=greedy())
     engine.launch(request)
-    wrong = pb.StepRequest(extend=[pb.Extension(id=1, token_ids=token_ids)], **chunks)
+    wrong = pb.StepRequest(extend=[pb.Extension(id=1, position=2, token_ids=token_ids)], **chunks)
     with pytest.raises(StepError, match=sentence):
         engine.launch(wrong)
     engine.launch(pb.StepRequest(retire=[1]))
