@@ -108,13 +108,13 @@ def test_acceptance_follows_what_comes_for_matches_of_each_length() -> None:
 
 
 class Wrong:
-    """Is right where nothing is drafted, and wrong otherwise, with all that speaks for a guess."""
+    """Is right while the text decodes plainly, and wrong as soon as a draft is made of it: the account alone helps."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """It does not matter."""
 
     def guess(self, most: int) -> Guess:
-        return Guess((0 if most == 1 else 1,) * most, 40)
+        return Guess((int(most == MOST),) * most, 40)
 
     def end(self) -> None:
         """Nothing is kept."""
