@@ -115,6 +115,7 @@ class Speculation:
         """The guesses that each of these gets in a step in which so many others decode.
 
         Of one whose latest token is under way, what it might get: if it is anything, the sequence should wait for it.
+        These are asked about apart from those that could have a draft at once.
         """
         num, batch = len(candidates), others + len(candidates)
         guesses = [_promising(candidate) for candidate in candidates]
