@@ -12,6 +12,7 @@ from router.drafting.drafter import Guess
 
 # Chances for matches below 1, 2, 4, 8, 16, 32 tokens and for longer ones, before anything is known.
 PRIORS = (0.05, 0.15, 0.35, 0.55, 0.65, 0.8, 0.95)
+LAST = len(PRIORS) - 1
 PRIOR = 2.0  # guesses that such a chance counts as
 MEMORY = 32.0  # guesses that count: with as many, each counts half
 
@@ -28,28 +29,25 @@ class Acceptance:
         chance, found = 1.0, []
         strength = _strength(guess)
         for place in range(len(guess.token_ids)):
-            kind = _kind(strength + place)
+            kind = min((strength + place).bit_length(), LAST)
             chance *= self._right[kind] / self._made[kind]
             found.append(chance)
         return found
 
     def note(self, guess: Guess, token_ids: Sequence[int]) -> None:
         """These came where that was guessed."""
-        strength = _strength(guess)
-        for place, (guessed, came) in enumerate(zip(guess.token_ids, token_ids, strict=False)):
-            kind = _kind(strength + place)
-            if self._made[kind] >= MEMORY:
-                self._made[kind] /= 2
-                self._right[kind] /= 2
-            self._made[kind] += 1
+        right, made, strength = self._right, self._made, _strength(guess)
+        for guessed, came in zip(guess.token_ids, token_ids, strict=False):
+            kind = min(strength.bit_length(), LAST)
+            strength += 1
+            if made[kind] >= MEMORY:
+                made[kind] /= 2
+                right[kind] /= 2
+            made[kind] += 1
             if guessed != came:
                 break
-            self._right[kind] += 1
+            right[kind] += 1
 
 
 def _strength(guess: Guess) -> int:
     return int(guess.match * guess.share)
-
-
-def _kind(strength: int) -> int:
-    return min(strength.bit_length(), len(PRIORS) - 1)

@@ -15,7 +15,7 @@ from router.drafting.token_index import TokenIndex
 
 Owner = tuple[str, str]  # the name of an API key, and a cache salt
 
-MOST_TOKENS = 1 << 17  # of all answers; with those that have left but are still indexed, 4 MiB
+MOST_TOKENS = 1 << 17  # of all answers; with those that have left but are still indexed, 5 MiB
 LARGEST_SHARE = 8  # no answer takes more than one in so many of them
 USED = 8  # tokens of an answer that must be found again for it to count as used
 END = -1  # behind each answer: no token

@@ -117,24 +117,20 @@ class Speculation:
         """The guesses that each of these gets in a step in which so many others decode.
 
         Of one whose latest token is under way, what it might get: if it is anything, the sequence should wait for it.
+        These are asked about apart from those that could have a draft at once.
         """
-        batch, num = others + len(candidates), len(candidates)
-        plain = self.costs.plain(batch)
-        if not num or math.isinf(plain):
+        num, batch = len(candidates), others + len(candidates)
+        guesses = [_promising(candidate) for candidate in candidates]
+        plain = self.costs.plain(batch) if any(chances for _, chances in guesses) else math.inf
+        if math.isinf(plain):
             return [()] * num
         # What each loses if all of them have one guess, two, and so on, and none is right.
         times = islice(self.costs.drafted(batch), num - 1, num * self._most, num)
         losses = [batch * (seconds - plain) / num for seconds in times]
-        guesses, chances = [], []
-        for drafting, most, is_under_way in candidates:
-            room = drafting.account.room(plain) - is_under_way * plain
-            most = min(most, drafting.most, bisect_right(losses, room))
-            guess = drafting.guess(most + is_under_way) if most > 0 else NOTHING
-            promised = drafting.chances(guess)[is_under_way:]
-            guesses.append(guess.token_ids[is_under_way:])
-            chances.append([] if is_under_way and sum(promised) < LEAST_PROMISE else promised)
-        nums = allot(chances, others, self.costs, self._most_seconds)
-        return [token_ids[:num] for token_ids, num in zip(guesses, nums, strict=True)]
+        for (drafting, _, is_under_way), (_, chances) in zip(candidates, guesses, strict=True):
+            del chances[bisect_right(losses, drafting.account.room(plain) - is_under_way * plain) :]
+        nums = allot([chances for _, chances in guesses], others, self.costs, self._most_seconds)
+        return [token_ids[:num] for (token_ids, _), num in zip(guesses, nums, strict=True)]
 
     def stepped(
         self,
@@ -168,6 +164,17 @@ class Speculation:
         for drafting, num, num_right in verified:
             drafting.account.decoded(1 + num_right, plain_seconds)
             drafting.account.balance += num_right * plain_seconds - (1 + num) * lost
+
+
+def _promising(candidate: Candidate) -> tuple[tuple[int, ...], list[float]]:
+    """The guesses of a draft that it could have, and their chances; none if they promise too little to begin for."""
+    drafting, most, is_under_way = candidate
+    most = min(most, drafting.most)
+    guess = drafting.guess(most + is_under_way) if most > 0 else NOTHING
+    chances = drafting.chances(guess)[is_under_way:]
+    if is_under_way and sum(chances) < LEAST_PROMISE:
+        return (), []
+    return guess.token_ids[is_under_way:], chances
 
 
 def allot(

@@ -3,7 +3,8 @@
 Steps of few rows mostly read weights, so that guesses cost little; where arithmetic decides, each costs a row. So
 times are kept for about as many rows, four kinds for each doubling, and lie on a line between two kinds that are known.
 Beyond them a row costs as much as a token of a prompt at most. Plain steps are planned ahead and those with drafts are
-not: their times are kept apart. What was not measured for a while is forgotten: texts grow, and loads change.
+not: their times are kept apart. What was not measured for a while is forgotten: texts grow, and loads change. Left out:
+how long the contexts of a step are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 from itertools import repeat
 
 MEMORY = 16  # steps of one kind that count
-FRESH = 500  # steps for which a time holds without another one of its kind
+FRESH = 500  # steps for which a time holds without another one of its kind …
+FEW = 4  # … where as many were measured; the first may have been interrupted, and holds for a part of them
 CREDIT = 1.5  # how many times what is known a step may count as: one that was interrupted says little
 DOUBT = 1.02  # what becomes of the price of a prompt's token with each prompt that has a higher one
 
@@ -40,7 +42,9 @@ class _Times:
     def fresh(self, number: int) -> dict[int, tuple[float, float]]:
         """Rows and seconds of each kind that is known when the step of this number comes."""
         return {
-            kind: (rows, seconds) for kind, (rows, seconds, _, last) in self._kinds.items() if number - last <= FRESH
+            kind: (rows, seconds)
+            for kind, (rows, seconds, count, last) in self._kinds.items()
+            if number - last <= FRESH * min(count, FEW) // FEW
         }
 
 

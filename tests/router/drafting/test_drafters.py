@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +60,21 @@ def test_a_text_that_comes_back_to_what_it_repeats_is_followed_there() -> None:
     drafter.extend([50, 112, 113])
     guess = drafter.guess(3)
     assert ((114, 115, 116), 2 + RESUMED) == (guess.token_ids, guess.match)
+
+
+def test_of_a_long_text_the_last_tokens_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.drafting.drafter.MOST_TOKENS", 100)
+    random = Random(1)
+    text = [random.randrange(12) for _ in range(250)]
+    drafter = NgramDrafter(text)
+    assert 100 == len(drafter.text)
+    for _ in range(500):
+        text.append(random.randrange(12))
+        drafter.extend(text[-1:])
+        known = drafter.text.tolist()
+        assert known == text[-len(known) :] and 100 <= len(known) <= 200
+        places = latest_places(known)
+        assert max((match_at(known, place) for place in places), default=0) == drafter.guess(3).match
 
 
 def test_a_period_is_guessed_as_far_as_is_asked_for() -> None:

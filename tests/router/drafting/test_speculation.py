@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from router.drafting.acceptance import Acceptance
 from router.drafting.drafter import Drafter, Guess, NgramDrafter
 from router.drafting.speculation import Candidate, Drafting, Speculation, Verified, allot
-from router.drafting.step_costs import CREDIT, FRESH, StepCosts
+from router.drafting.step_costs import CREDIT, FEW, FRESH, StepCosts
 from tests.running import ROOT
 
 MOST = 8
@@ -82,16 +82,20 @@ def test_a_row_costs_what_was_measured_or_a_prompts_token() -> None:
 
 
 def test_interrupted_steps_hardly_count_and_old_ones_not_at_all() -> None:
-    costs = learnt({}, {4: 0.02})
-    for _ in range(FRESH // 2):
+    costs = learnt({}, {})
+    for _ in range(FEW):
+        costs.note(4, 0.02, has_drafts=True)
+    costs.note(8, 9.0, has_drafts=True)
+    for _ in range(FRESH // FEW):
         costs.note(1, 0.01, has_drafts=False)
     costs.note(1, 10.0, has_drafts=False)
     assert 0.01 < costs.plain(1) <= 0.01 * (1 + CREDIT / 16)
-    third = itertools.islice(costs.drafted(1), 2, 3)
-    assert 0.02 == next(third)
+    with_three, with_seven = (next(itertools.islice(costs.drafted(1), num - 1, None)) for num in (3, 7))
+    assert 0.02 == with_three
+    assert 0.02 + 4 * 0.005 == pytest.approx(with_seven)
     for _ in range(FRESH):
         costs.note(1, 0.01, has_drafts=False)
-    assert 0.01 + 3 * 0.005 == pytest.approx(next(itertools.islice(costs.drafted(1), 2, 3)))
+    assert 0.01 + 3 * 0.005 == pytest.approx(next(itertools.islice(costs.drafted(1), 2, None)))
 
 
 def test_acceptance_follows_what_comes_for_matches_of_each_length() -> None:
@@ -108,13 +112,13 @@ def test_acceptance_follows_what_comes_for_matches_of_each_length() -> None:
 
 
 class Wrong:
-    """Is right where nothing is drafted, and wrong otherwise, with all that speaks for a guess."""
+    """Is right while the text decodes plainly, and wrong as soon as a draft is made of it: the account alone helps."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """It does not matter."""
 
     def guess(self, most: int) -> Guess:
-        return Guess((0 if most == 1 else 1,) * most, 40)
+        return Guess((int(most == MOST),) * most, 40)
 
     def end(self) -> None:
         """Nothing is kept."""
