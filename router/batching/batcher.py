@@ -301,6 +301,8 @@ class Batcher:
     def _deliver(self, step: _SentStep, reply: StepReply) -> None:
         received_at = self._clock()
         began_at = max(step.sent_at, self._replied_at)
+        if step.plan.drafts and not step.plan.constrained:
+            began_at = self._replied_at  # it could be planned only then: that took its time too
         self._replied_at = received_at
         if reply.error:
             self._fail_step(step, reply.error)

@@ -228,22 +228,30 @@ class Scheduler(Generic[S]):
 
         What blocks they need for that are added to `grown`.
         """
-        if self.speculation is None or not (able := [entry for entry in decoding if entry.drafting is not None]):
-            return {}, []
-        candidates = [self._candidate(entry, grown) for entry in able]
-        guesses = self.speculation.choose(candidates, len(decoding) - len(able))
+        ready: list[S] = []
+        under_way: list[S] = []
+        for entry in decoding:
+            if entry.drafting is not None:
+                (under_way if entry.num_scheduled > len(entry.generated_ids) else ready).append(entry)
         drafts: dict[int, Extension] = {}
-        awaiting = []
-        for entry, candidate, guess in zip(able, candidates, guesses, strict=True):
-            if candidate.is_under_way:
-                awaiting += [entry] if guess else []
-            elif guess or entry.came is not None:
+        for entry, guess in self._guesses(ready, decoding, grown):
+            if guess or entry.came is not None:
                 drafts[entry.id] = Extension.of(entry, guess)
                 entry.num_scheduled += 1
                 entry.came = 0 if guess else None  # without guesses the shards know what it gets
+        awaiting = [entry for entry, guess in self._guesses(under_way, decoding, grown) if guess]
         if drafts or awaiting:
             decoding[:] = [entry for entry in decoding if entry.id not in drafts and entry not in awaiting]
         return drafts, awaiting
+
+    def _guesses(
+        self, able: Sequence[S], decoding: Sequence[S], grown: dict[int, Sequence[int]]
+    ) -> Iterable[tuple[S, tuple[int, ...]]]:
+        """What each of `able`, some of `decoding`, may go on with."""
+        if self.speculation is None or not able:
+            return ()
+        guesses = self.speculation.choose([self._candidate(entry, grown) for entry in able], len(decoding) - len(able))
+        return zip(able, guesses, strict=True)
 
     def _candidate(self, entry: S, grown: dict[int, Sequence[int]]) -> Candidate:
         """How many guesses of a sequence have room: in its answer, the step, what its grammar allows, and blocks."""
