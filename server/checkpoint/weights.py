@@ -177,6 +177,22 @@ class Checkpoint:
         self.bytes_read += tensor.numel() * nothing.itemsize
         return tensor
 
+    def differ(self, name: str, other: str) -> bool:
+        """Whether two matrices of floats are stored, each by its name, that are not the same numbers."""
+        if name == other or not {name, other} <= set(self._paths):
+            return False
+        if not {self.dtype_of(name), self.dtype_of(other)} <= set(STORED_FLOATS):
+            return False
+        pairs = zip(self._parts(name), self._parts(other), strict=False)
+        return self.shape_of(name) != self.shape_of(other) or not all(torch.equal(*pair) for pair in pairs)
+
+    def _parts(self, name: str) -> Iterator[Tensor]:
+        """A matrix in float32, some rows at a time."""
+        shape = self.shape_of(name)
+        step = max(1, PIECE_BYTES // max(1, 4 * math.prod(shape[1:])))
+        for part in _pieces(0, shape[0], step):
+            yield self.read(name, shape, part=part, dtype=torch.float32)
+
     def _rows(self, name: str, region: Sequence[tuple[int, int]], row_bytes: int) -> Tensor:
         """Part of a tensor as it lies in its file, mapped; of which not much more is mapped afterwards."""
         if self._mapped > PIECE_BYTES:
