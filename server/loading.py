@@ -30,6 +30,7 @@ from server.checkpoint.formats import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import DTYPES, THROUGH_HOST, ShardConfig, dtype_for, parse_graph_sizes
+from server.layers.embedding import with_own_head
 from server.model import load as model_loading
 from server.model import placement as placing
 from server.model.streamed import Streaming
@@ -194,6 +195,12 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     shares = config.all_reduce == THROUGH_HOST
     device = backends.open_device(config.device, config.local_rank, config.num_sharing, shares=shares)
     checkpoint, stored = _open(config, hf_config, quantised.storage if quantised.format else None)
+    found = Weights.open(checkpoint, family.names, Shard(), stored, device.torch_device)
+    if (own := with_own_head(found, spec)) is not spec:
+        spec = own
+        log.warning(
+            "config.json says that the head is the embedding table, and the checkpoint has another one, which is served"
+        )
     dtype, reason = choose_dtype(config.dtype, stored, device)
     backend = _backend(config, device, dtype, choose)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))

@@ -10,6 +10,7 @@ Shapes: T tokens, E embedding width, V vocabulary, Vl local vocabulary (padded).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from server.arch.spec import ArchSpec
 from server.backends.protocol import LinearFormat, MakeLinear
 from server.backends.reference.linear import DenseFormat
 from server.blocks import ceil_divide
+from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Weights
 from server.quantisation.stored import Stored, padded, with_unit_rows
 from server.ranks.collectives import Shard
@@ -90,6 +92,17 @@ class Head:
         if self._num_real < self.width:
             logits[:, self._num_real :].fill_(float("-inf"))
         return logits
+
+
+def with_own_head(weights: Weights, spec: ArchSpec) -> ArchSpec:
+    """The same with a head of its own, where config.json says that it is the embedding, and the checkpoint has another.
+
+    transformers does so. Where both are the same numbers, they are read once more for that.
+    """
+    if isinstance(weights.checkpoint, RandomCheckpoint) or not (spec.tied_head and weights.has("head")):
+        return spec
+    head, table = (f"{weights.name_of(role)}.weight" for role in ("head", "embed"))
+    return replace(spec, tied_head=False) if weights.checkpoint.differ(head, table) else spec
 
 
 def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:

@@ -28,6 +28,7 @@ from server.backends.device import Device
 from server.backends.reference import ReferenceBackend
 from server.checkpoint import formats
 from server.checkpoint.weights import STORED_FLOATS, Weights
+from server.layers.embedding import with_own_head
 from server.quantize.calibration import Texts
 from server.quantize.edited_checkpoint import EditedCheckpoint, FinishedFormat
 from server.quantize.layerwise import Perplexity, Progress, Quantiser, Report
@@ -76,6 +77,7 @@ def run(job: Job, device: Device, report: Report) -> Outcome:
     scales = scale_dtype(job.recipe, dtype)
     finished = FinishedFormat(scales)
     weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, device.torch_device, finished)
+    spec = with_own_head(weights, spec)
     checkpoint.split(pieces_of(weights, spec))
     plan = make_plan(weights, spec, job.recipe)
     if (largest := max(map(max, (*job.calibration, *job.held_out)))) >= spec.vocab_size:

@@ -6,12 +6,14 @@ share of the machine's memory, enough for a step, is kept back for everything el
 allocate and plan.
 
 Then one sequence of two tokens is generated as clients' will be, so that nothing is left for the first request to set
-up: not the capture of a graph, not a library's first call.
+up: not the capture of a graph, not a library's first call. Where its log-probabilities are no finite numbers, the start
+ends.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +28,7 @@ from server.pb import generate_pb2 as pb
 from server.ranks.collectives import COLLECTIVE_TIMEOUT
 from server.stepping import cache
 from server.stepping.cache import KVShape
-from server.stepping.engine import LEAST_SEQUENCES, Engine
+from server.stepping.engine import LEAST_SEQUENCES, Engine, StepResult
 
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)
@@ -257,18 +259,27 @@ def _capture(engine: Engine) -> None:
             capture()
 
 
-def _step(engine: Engine, request: pb.StepRequest) -> None:
+def _step(engine: Engine, request: pb.StepRequest) -> StepResult:
     launched = engine.launch(request)
     assert launched is not None
-    launched.finish()
+    return launched.finish()
 
 
 def _take_first_steps(engine: Engine) -> None:
-    """Generate two tokens of one sequence, once the most likely ones and once by sampling, and forget it."""
+    """Generate two tokens of one sequence, once the most likely ones and once by sampling, and forget it.
+
+    Raises ValueError for tokens without a probability.
+    """
     for do_sample in (False, True):
-        _step(engine, _prompt(engine, 1, do_sample=do_sample))
-        _step(engine, pb.StepRequest(decode=True))
+        steps = (_prompt(engine, 1, do_sample=do_sample), pb.StepRequest(decode=True))
+        logprobs = [logprob for step in steps for logprob in _step(engine, step).logprobs]
         engine.launch(pb.StepRequest(retire=[0]))
+        if not all(map(math.isfinite, logprobs)):
+            dtype = str(engine.kv_shape.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"the model's logits are NaN or infinite: its numbers overflow {dtype}, where --dtype float32 helps, "
+                "or the checkpoint is damaged, where it does not"
+            )
 
 
 def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False) -> pb.StepRequest:

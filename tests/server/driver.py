@@ -28,6 +28,7 @@ from server.checkpoint import formats
 from server.checkpoint.formats import Quantisation
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
+from server.layers.embedding import with_own_head
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
@@ -115,6 +116,7 @@ def load_engine(
         stored.quantise,
         stored.quantise_head,
     )
+    spec = with_own_head(weights, spec)
     part = stages_of(spec, stage[1])[stage[0]]
     model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement, stage=part)
     neighbours = (

@@ -17,6 +17,7 @@ NAMES = NameMap(
         "mlp_down": "blocks.{i}.ffn.down_proj",
         "activation": "blocks.{i}.ffn.act",
         "final_norm": "norm_f",
+        "head": "lm_head",
     },
     prefixes=("transformer.", ""),
     ignore=(r"^lm_head\.weight$",),  # a copy of the tied embedding
@@ -35,7 +36,7 @@ def spec(config: Config) -> ArchSpec:
         norm=LayerNormSpec(config.get("layer_norm_epsilon", 1e-5), bias=False),
         residual=Residual.PRE,
         layers=(LayerSpec(mlp, Alibi(max_bias=attention.get("alibi_bias_max", 8))),) * config["n_layers"],
-        tied_head=True,
+        tied_head=config.get("tie_word_embeddings", True),
         qkv_clip=attention.get("clip_qkv") or 0.0,
         scale=attention.get("softmax_scale") or 0.0,
         max_positions=config.get("max_seq_len", 0),

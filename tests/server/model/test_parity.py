@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ from server.backends.reference.attention import ReferenceAttention
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import PACKED, all_logits, load_engine
+from tests.server.tiny import save_tiny
 
 STORY = """Once upon a time there was a little fox who lived in the forest. One day the fox went to the river and found
 a red ball under an old tree. "Whose ball is this?" said the fox. A small bird came down and said, "It is mine. I lost
@@ -67,6 +69,22 @@ def test_embedded_model_equals_transformers(make: MakeBackend) -> None:
 def test_variants_of_bloom_equal_transformers(tmp_path: Path, changes: dict[str, object]) -> None:
     save_tiny_bloom(tmp_path, **changes)
     assert largest_difference(tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize("case", ["bloom", "gpt2", "mpt", "gemma", "lfm2", "opt"])
+@torch.inference_mode()
+def test_a_head_beside_a_table_that_it_should_be_is_served(tmp_path: Path, case: str) -> None:
+    """As by transformers: config.json says that it is tied, and the checkpoint has another one."""
+    table = save_tiny(case, tmp_path).get_input_embeddings().weight
+    tensors, tokens, found = load_file(tmp_path / "model.safetensors"), list(range(4, 40)), []
+    for head in (table, torch.cat([table[:50], table[50:].flip(0)])):
+        tensors["lm_head.weight"] = head.detach().clone()
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        oracle = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True, dtype=torch.float32).eval()
+        assert oracle.config.tie_word_embeddings
+        found.append(all_logits(load_engine(tmp_path), tokens))
+        torch.testing.assert_close(oracle(torch.tensor([tokens])).logits[0], found[-1], rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(*found, atol=1e-2)
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param(OneDnnBackend([]), marks=PACKED)], ids=["dense", "packed"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from server.backends.cpu import Kernels
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
 from server.stepping.warmup import (
@@ -18,6 +21,7 @@ from server.stepping.warmup import (
     graph_bytes,
     longest_that_fits,
 )
+from tests.server.driver import load_engine
 
 
 @pytest.mark.parametrize("has_encoder", [False, True])
@@ -90,3 +94,13 @@ def test_a_short_profile_run_makes_no_tables_for_the_longest_sequence() -> None:
     engine = SimpleNamespace(device=device, has_encoder=False, graphs=None, allocate=lambda *sizes: made.append(sizes))
     _profile(engine, 4096, 2**31 - 1, 5, 128)  # type: ignore[arg-type]
     assert [(80, 63, 128)] == made
+
+
+def test_numbers_that_overflow_end_the_start(tiny_bloom: Path, tmp_path: Path, kernels: Kernels) -> None:
+    tensors = load_file(tiny_bloom / "model.safetensors")
+    tensors["transformer.h.1.mlp.dense_h_to_4h.weight"][:] = 1e38
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((tiny_bloom / "config.json").read_text())
+    for backend in (None, kernels):
+        with pytest.raises(ValueError, match="the model's logits are NaN or infinite: its numbers overflow float32"):
+            load_engine(tmp_path, kernels=backend, captured=False)
