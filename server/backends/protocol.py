@@ -75,6 +75,7 @@ class StepMeta:
     block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
     rows: Tensor | None = None  # [S] where recurrent layers keep each sequence's state; 0: nobody's
     ring_tables: Tensor | None = None  # [S, longest] as `block_tables`, in windowed layers' rings; None: there are none
+    rewind: Rewind | None = None  # what recurrent layers do beside advancing; None: nothing
 
     @cached_property
     def slots(self) -> Tensor:
@@ -86,6 +87,20 @@ class StepMeta:
             blocks = self.block_tables[self.owners, index]
         slots = torch.add(self.positions & (BLOCK_SIZE - 1), blocks, alpha=BLOCK_SIZE)
         return torch.where(self.visible > 0, slots, -1)
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """How the states of recurrent layers go back to before guesses that were wrong, in a step with drafts.
+
+    First some rows get the states that were kept, and the tokens that came since are computed again; then the states
+    before this step's guesses are kept, and all other tokens computed. A part of the step is its tokens [n], and where
+    these stand.
+    """
+
+    restored: tuple[Tensor, Tensor] | None  # rows that get states, and those that have them; None: no row does
+    kept: tuple[Tensor, Tensor] | None  # likewise
+    parts: Sequence[tuple[Tensor, StepMeta]]  # what is computed again, and the rest; empty where nothing is
 
 
 class Attention(Protocol):

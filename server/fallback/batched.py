@@ -70,6 +70,7 @@ class BatchedModel:
     decoder_start: None = None
     shares_prefixes: bool = True
     takes_drafts: bool = True
+    has_states: bool = False
 
     @property
     def vocab_range(self) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class SerialModel:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._has_encoder: bool = model.config.is_encoder_decoder
         self.kv_placement = KvOnDevice()
-        self.shares_prefixes = self.takes_drafts = False  # each sequence has a cache of its own
+        self.shares_prefixes = self.takes_drafts = self.has_states = False  # each sequence has a cache of its own
         self.nbytes = sum(parameter.nbytes for parameter in model.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
 

@@ -28,12 +28,38 @@ from server.backends.protocol import (
     MambaRule,
     MambaWeights,
     ShortConvWeights,
+    StepMeta,
 )
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, merged
 from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
 from server.model.layer import LayerStep, Mixer
 from server.ranks.collectives import Shard
+
+
+def advanced(rule: Callable[..., Tensor], inputs: tuple[Tensor, ...], state: Tensor, meta: StepMeta) -> Tensor:
+    """What a rule makes of the step's tokens, from `inputs` [T, …]; states [rows, W] advance, some from earlier on."""
+    rewind = meta.rewind
+    if rewind is None:
+        return rule(*inputs, state, meta)
+    if rewind.restored is None:
+        _copy(state, rewind.kept)
+        return rule(*inputs, state, meta)
+    made = []
+    for rows, (tokens, where) in zip((rewind.restored, rewind.kept), rewind.parts, strict=True):
+        _copy(state, rows)
+        made.append((tokens, rule(*(x.index_select(0, tokens) for x in inputs), state, where)))
+    out = made[0][1].new_empty(len(inputs[0]), made[0][1].shape[1])
+    for tokens, part in made:
+        out.index_copy_(0, tokens, part)
+    return out
+
+
+def _copy(state: Tensor, rows: tuple[Tensor, Tensor] | None) -> None:
+    """Copy states between rows (to, from), if any."""
+    if rows is not None:
+        to, source = rows
+        state.index_copy_(0, to, state.index_select(0, source))
 
 
 @dataclass(frozen=True)
@@ -51,7 +77,7 @@ class DeltaBlock:
 
     def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
         """x [T, D] → what its heads read [T, N * value_dim], not yet projected; states in `kv` [rows, W] advance."""
-        return self.rule(self.qkvz(x), self.ba(x, None), kv, step.meta)
+        return advanced(self.rule, (self.qkvz(x), self.ba(x, None)), kv, step.meta)
 
 
 def load_delta(weights: Weights, spec: ArchSpec, kind: GatedDelta, backend: Backend) -> DeltaBlock:
@@ -155,7 +181,7 @@ class ShortConvBlock:
 
     def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
         """x [T, D] → what comes out of its channels [T, C], not yet projected; states in `kv` [rows, W] advance."""
-        return self.rule(self.bcx(x), kv, step.meta)
+        return advanced(self.rule, (self.bcx(x),), kv, step.meta)
 
 
 def load_short_conv(weights: Weights, spec: ArchSpec, kind: ShortConv, backend: Backend) -> ShortConvBlock:
@@ -188,7 +214,7 @@ class MambaBlock:
 
     def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
         """x [T, D] → what its heads read [T, N * P], not yet projected; states in `kv` [rows, W] advance."""
-        return self.rule(self.zxbcdt(x), kv, step.meta)
+        return advanced(self.rule, (self.zxbcdt(x),), kv, step.meta)
 
 
 def load_mamba(weights: Weights, spec: ArchSpec, kind: Mamba2, backend: Backend) -> MambaBlock:

@@ -205,8 +205,13 @@ class Transformer:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether a sequence can go on from any token that a step computed: a recurrent state is of the last one."""
-        return not self.spec.recurrences
+        """Whether a sequence can go on from any of the tokens that a step computed."""
+        return True
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer of the whole model is recurrent."""
+        return bool(self.spec.recurrences)
 
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from server.arch.windows import Ring
 from server.backends.device import Device
-from server.backends.protocol import StepMeta
+from server.backends.protocol import Rewind, StepMeta
 from server.blocks import num_blocks
 from server.stepping.sequences import Growth, SequenceState, StepRuns, TokenRun
 
@@ -204,7 +204,11 @@ class Tables:
         forward = Forward(
             runs=runs,
             token_ids=token_ids,
-            meta=replace(meta, context_lengths=[run.start + run.length for run in runs]),
+            meta=replace(
+                meta,
+                context_lengths=[run.start + run.length for run in runs],
+                rewind=self._rewind(plan, layout.starts, device),
+            ),
             encoding=self._encoding(starting, device) if starting else None,
             cross=self._cross(runs, rows, meta) if has_encoder else None,
         )
@@ -238,6 +242,30 @@ class Tables:
         )
         return torch.cat([self.last_tokens.index_select(0, rows[: layout.num_decodes]), token_ids]), meta
 
+    def _rewind(self, plan: StepRuns, starts: list[int], device: Device) -> Rewind | None:
+        """What becomes of states in this step, sequence s of which has the tokens starts[s] … starts[s + 1] - 1."""
+        drafts = [(run, run.draft) for run in plan.uploaded if run.draft is not None and run.draft.spare]
+        restored = [(run.sequence.row, draft.spare) for run, draft in drafts if draft.num_again]
+        kept = [(draft.spare, run.sequence.row) for run, draft in drafts if run.guesses]
+        if not restored and not kept:
+            return None
+        parts = self._parts(plan, starts, device) if restored else ()
+        return Rewind(_pairs(restored, device), _pairs(kept, device), parts)
+
+    def _parts(self, plan: StepRuns, starts: list[int], device: Device) -> Sequence[tuple[Tensor, StepMeta]]:
+        """The tokens that are computed again, and the others, with where they stand."""
+        runs = plan.decodes + plan.uploaded
+        cuts = [0 if run.draft is None else run.draft.num_again for run in runs]
+        again = [(s, 0, cut) for s, cut in enumerate(cuts) if cut]
+        rest = [(s, cut, runs[s].length) for s, cut in enumerate(cuts)]
+        parts = []
+        for spans, num_decodes in ((again, 0), (rest, len(plan.decodes))):
+            places = [starts[s] + token for s, first, end in spans for token in range(first, end)]
+            own = [(runs[s].sequence.row, runs[s].start + first, end - first) for s, first, end in spans]
+            layout = Layout.of(own, [], num_decodes)
+            parts.append((device.upload(places), self.step(layout, device.upload(layout.numbers))[1]))
+        return parts
+
     def _rings_of(self, rows: Tensor, blocks: int) -> Tensor | None:
         """The tables [S, blocks] of windowed layers for the sequences in `rows` [S]."""
         return None if self.rings is None else self.rings[:, :blocks].index_select(0, rows)
@@ -266,3 +294,8 @@ class Tables:
     def _encoded(self, entries: Tensor) -> Tensor:
         """The blocks [S, W] of the encoded prompts of sequences, from their own entries [S, BLOCKS + W]."""
         return self.entries.index_select(0, entries[:, ENCODER_ROW])[:, BLOCKS:]
+
+
+def _pairs(rows: Sequence[tuple[int, int]], device: Device) -> tuple[Tensor, Tensor] | None:
+    """The first and the second of each pair, on the device."""
+    return (device.upload([to for to, _ in rows]), device.upload([source for _, source in rows])) if rows else None

@@ -30,7 +30,7 @@ from server.backends.protocol import Attention, Backend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.stepping.batch import Forward
-from server.stepping.sequences import StepError
+from server.stepping.sequences import StepError, num_spares
 
 STATE_DTYPE = torch.float32  # sums of thousands of tokens
 
@@ -98,8 +98,8 @@ class KVShape:
         return STATE_DTYPE.itemsize * sum(self.states) + blocks * sum(layer.bytes_per_block for layer in self.ringed)
 
     def bytes_of_sequences(self, count: int) -> int:
-        """The same of so many sequences at once; one state more is nobody's."""
-        return (count + any(self.states)) * self.bytes_per_sequence
+        """The same of so many sequences at once; one state more is nobody's, and some are kept beside."""
+        return (count + any(self.states) * (1 + num_spares(count))) * self.bytes_per_sequence
 
     @property
     def bytes_per_block(self) -> int:

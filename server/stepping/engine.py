@@ -112,10 +112,11 @@ class Engine:
             longest=longest,
             most=max(sequences, 0 if self.kv_shape.bytes_per_sequence and sequences else LEAST_SEQUENCES),
             most_at_once=NOTHING if (ring := self.kv_shape.ring) is None else ring.most_at_once,
+            has_states=self.model.has_states,
         )
         rows, shape = self._sequences.num_rows, self.kv_shape
         rings = allocate_rings(shape, rows - 1, self.device)
-        self._caches = beside_states(shape, self._kv_caches, rings, rows, self.device)
+        self._caches = beside_states(shape, self._kv_caches, rings, rows + self._sequences.num_spares, self.device)
         if shape.ring is not None:
             self._ring_copies = RingCopies(self._parts_of(rings, shape.ringed), self._block_parts())
         elif shape.bytes_per_sequence and not self.kv_placement.offloaded:
@@ -483,7 +484,7 @@ def _came(runs: Sequence[TokenRun], token_ids: Sequence[int]) -> Iterator[tuple[
             if token_ids[row - 1] != guess:
                 break
             yield run, row
-        first += len(run.draft) or 1
+        first += 1 + len(run.guesses)
 
 
 def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
@@ -516,6 +517,10 @@ class Model(Protocol):
     @property
     def takes_drafts(self) -> bool:
         """Whether a sequence can go on from any of the tokens that a step computed."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer of it, in whatever stage, is recurrent."""
 
     @property
     def nbytes(self) -> int:

@@ -21,6 +21,12 @@ from server.stepping.sampling import TokenChoice
 from server.stepping.vocabulary import Vocabulary
 
 NOTHING = sys.maxsize  # a position that no token has
+MOST_SPARES = 8  # sequences with states that have guesses at once: where more decode, guesses gain little
+
+
+def num_spares(sequences: int) -> int:
+    """How many states are kept beside those of so many sequences, so that some can go back to them."""
+    return min(sequences, MOST_SPARES)
 
 
 class StepError(ValueError):
@@ -46,6 +52,10 @@ class SequenceState:
     encoder_row: int  # of the device's tables, where the encoder's blocks are; without an encoder the same as `row`
     lane: int = 0  # the micro-batch in which it decodes
     drafted_at: int = 0  # position of its draft whose outcome the router knows alone; 0: there is none
+    drafted_token: int = 0  # the first token of that
+    # Tokens behind the state at `spare` that are computed again, because guesses behind them were wrong.
+    again: list[int] = field(default_factory=list)
+    spare: int = 0  # where recurrent layers keep its state before that, among their rows; 0: there are no such layers
     own_cache: Any = None  # what a model without paged cache keeps of it
 
     @property
@@ -65,16 +75,29 @@ class SequenceState:
         self.reported_from = self.computed + 1 if self.choice.raw_logprobs else NOTHING
         self._note(token_ids[1:])
 
-    def draft(self, token_ids: list[int]) -> TokenRun:
-        """Go on with these tokens, its latest and guesses."""
-        self.drafted_at = self.computed if len(token_ids) > 1 else 0
-        return TokenRun(self, self.computed, len(token_ids), token_ids)
-
     def go_back(self, position: int, came: Sequence[int]) -> None:
         """Nothing counts as computed from `position` on, its latest token's. came: of its draft, if it had one."""
         if self.drafted_at:
             self._note(came)
+            if self.spare and position < self.computed:
+                self.again = [self.drafted_token, *came[:-1]]
         self.computed, self.drafted_at = position, 0
+
+    def draft(self, token_ids: list[int]) -> TokenRun:
+        """Go on with these tokens, its latest and guesses."""
+        self.drafted_at, self.drafted_token = self.computed if len(token_ids) > 1 else 0, token_ids[0]
+        return self._run(token_ids, 1)
+
+    def chunk(self, count: int) -> TokenRun:
+        """Go on with the next tokens of its prompt, or of what was forced."""
+        if not self.again:
+            return TokenRun(self, self.computed, count)
+        return self._run(self.prompt[self.computed : self.computed + count], count)
+
+    def _run(self, token_ids: list[int], num_known: int) -> TokenRun:
+        again, self.again = self.again, []
+        draft = DraftTokens(again + token_ids, len(again) + num_known, len(again), self.spare)
+        return TokenRun(self, self.computed - len(again), len(draft.token_ids), draft)
 
     def _note(self, token_ids: Sequence[int]) -> None:
         """Count tokens that it has, but that were not chosen behind those that it had."""
@@ -107,35 +130,45 @@ class SampledRow(NamedTuple):
         return own if own is None or self.guesses is None else own.fork(self.guesses)
 
 
+class DraftTokens(NamedTuple):
+    """What a run computes of a draft."""
+
+    token_ids: Sequence[int]  # of the whole run: some that are computed again, the latest one, and guesses
+    num_known: int  # of these, how many are no guesses
+    num_again: int = 0  # and how many are computed again, from the state before the draft that had them
+    spare: int = 0  # where that state is kept, and then the one before this draft's guesses; 0: there is none
+
+
 class TokenRun(NamedTuple):
     """The tokens [start, start + length) of one sequence, which a step computes."""
 
     sequence: SequenceState
     start: int
     length: int
-    draft: Sequence[int] = ()  # the tokens, where they are a draft
+    draft: DraftTokens | None = None  # the tokens, where they are a draft
 
     @property
     def token_ids(self) -> Sequence[int]:
         """Of a run that does not decode."""
-        return self.draft or self.sequence.prompt[self.start : self.start + self.length]
+        own = self.sequence.prompt
+        return own[self.start : self.start + self.length] if self.draft is None else self.draft.token_ids
 
     @property
     def guesses(self) -> Sequence[int]:
-        """Tokens behind the first, of which nobody knows yet whether the sequence gets them."""
-        return self.draft[1:]
+        """Its last tokens, of which nobody knows yet whether the sequence gets them."""
+        return () if self.draft is None else self.draft.token_ids[self.draft.num_known :]
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens are chosen: behind each of a draft, or one where the whole prompt is computed afterwards."""
-        return len(self.draft) or int(self.start + self.length >= len(self.sequence.prompt))
+        """How many tokens are chosen, each behind one of its last tokens; none before the whole prompt is computed."""
+        return 0 if self.start + self.length < len(self.sequence.prompt) else 1 + len(self.guesses)
 
     @property
     def rows(self) -> Iterable[SampledRow]:
         """Those of a run that yields tokens."""
         if not self.guesses:
             return (SampledRow(self.sequence),)
-        return (SampledRow(self.sequence, place, self.guesses[:place]) for place in range(len(self.draft)))
+        return (SampledRow(self.sequence, place, self.guesses[:place]) for place in range(1 + len(self.guesses)))
 
     @property
     def reported(self) -> range:
@@ -190,15 +223,22 @@ class SequenceTable:
     longest: int  # blocks of the longest sequence
     most: int  # sequences at once
     most_at_once: int = NOTHING  # tokens of one in a step, so that they fit a ring
+    has_states: bool = False  # whether any layer of the model is recurrent
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free_rows = list(range(self.num_rows - 1, 0, -1))
+        self.free_spares = list(range(self.num_rows, self.num_rows + self.num_spares))
 
     @property
     def num_rows(self) -> int:
         """Rows that the device's tables have; row 0 is no sequence's."""
         return self.most * (1 + self.has_encoder) + 1
+
+    @property
+    def num_spares(self) -> int:
+        """Rows behind these where recurrent layers keep states before guesses."""
+        return num_spares(self.most) if self.has_states else 0
 
     def apply(self, request: pb.StepRequest) -> StepRuns:
         """Forget all if asked to, retire and add, and plan the step, whose tokens count as computed from now on.
@@ -216,19 +256,15 @@ class SequenceTable:
             if extension.id in self.sequences:
                 self.sequences[extension.id].extend(list(extension.token_ids))
         grown = [self._grow(*growth) for growth in _growths(request) if growth[0] in self.sequences]
-        drafts = [
-            self.sequences[draft.id].draft(list(draft.token_ids))
-            for draft in request.drafts
-            if draft.id in self.sequences
-        ]
+        drafts = [self._draft(draft) for draft in request.drafts if draft.id in self.sequences]
         decodes = self._decodes(request) if request.decode else []
         chunks = [
-            TokenRun(self.sequences[id], self.sequences[id].computed, count)
+            self._chunk(self.sequences[id], count)
             for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
             if id in self.sequences
         ]
-        for sequence, _, count, _ in decodes + drafts + chunks:
-            sequence.computed += count
+        for run in decodes + drafts + chunks:
+            run.sequence.computed = run.start + run.length
         return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {}, grown, drafts)
 
     def rows_and_blocks(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -240,6 +276,8 @@ class SequenceTable:
         each = len(blocks) // len(ids)
         for place, id in enumerate(ids):
             if id in self.sequences:  # else a failed step dropped it
+                if self.sequences[id].drafted_at:
+                    raise StepError(f"sequence {id} has a draft: its state may be one behind wrong guesses")
                 yield self.sequences[id].row, list(blocks[place * each : (place + 1) * each])
 
     def ring_blocks(
@@ -276,6 +314,29 @@ class SequenceTable:
             sequences = [s for s in sequences if s.id not in waiting]
         return [TokenRun(s, s.computed, 1) for s in sequences]
 
+    def _draft(self, draft: pb.Extension) -> TokenRun:
+        """Without its guesses, where there is no room for a state before them: the reply has one token then."""
+        sequence, token_ids = self.sequences[draft.id], list(draft.token_ids)
+        if self.has_states and len(token_ids) > 1 and not sequence.spare:
+            if self.free_spares:
+                sequence.spare = self.free_spares.pop()
+            else:
+                del token_ids[1:]
+        run = sequence.draft(token_ids)
+        if not run.guesses:
+            self._free_spare(sequence)
+        return run
+
+    def _chunk(self, sequence: SequenceState, count: int) -> TokenRun:
+        run = sequence.chunk(count)
+        self._free_spare(sequence)
+        return run
+
+    def _free_spare(self, sequence: SequenceState) -> None:
+        if sequence.spare:
+            self.free_spares.append(sequence.spare)
+            sequence.spare = 0
+
     def _allowed(self, masks: Iterable[pb.TokenMask]) -> dict[tuple[int, int], Allowed]:
         found: dict[tuple[int, int], Allowed] = {}
         for mask in masks:
@@ -288,6 +349,7 @@ class SequenceTable:
         for id in ids:
             if sequence := self.sequences.pop(id, None):
                 self.free_rows.extend(sequence.rows)
+                self._free_spare(sequence)
 
     def _check(self, request: pb.StepRequest) -> None:
         if len(self.sequences) + len(request.add) > self.most:

@@ -29,6 +29,7 @@ from server.ranks.collectives import COLLECTIVE_TIMEOUT
 from server.stepping import cache
 from server.stepping.cache import KVShape
 from server.stepping.engine import LEAST_SEQUENCES, Engine, StepResult
+from server.stepping.sequences import num_spares
 
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)
@@ -193,7 +194,9 @@ def _with_states(engine: Engine, shape: KVShape, sequences: int, prefill_tokens:
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free = min(free, _beside_a_step(engine, prefill_tokens, fraction))
-    fits = engine.shard.minimum(max(0, free // 2 // each - 1), engine.device.torch_device)
+    kept = max(0, free // 2 // each - any(shape.states))
+    fits = max(kept - num_spares(kept), kept // 2) if any(shape.states) else kept
+    fits = engine.shard.minimum(fits, engine.device.torch_device)
     if not fits:
         raise ValueError(
             f"a sequence's states or rings take {each} bytes, and half of the free memory, {free // 2} bytes, is too "

@@ -32,7 +32,7 @@ PAIRS: dict[str, Any] = {
     "banned_word_ids": [id for first in range(103) for step in range(0, 20, 4) for id in (first, (first + step) % 103)],
     "banned_word_lengths": [2] * 103 * 5,
 }
-VARIED = ("embedded", "llama", "t5", "deepseek_v3", "gpt_oss", "gemma3_text")
+VARIED = ("embedded", "llama", "t5", "deepseek_v3", "gpt_oss", "gemma3_text", "qwen3_next", "lfm2", "falcon_h1")
 SAMPLINGS = [
     GREEDY,
     sampled(1),
@@ -46,8 +46,8 @@ SAMPLINGS = [
 
 
 def odd(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Odd tokens alone, after an odd number of tokens those below 60."""
-    return [], list(range(1, 60 if len(tokens) % 2 else 103, 2))
+    """Odd tokens alone, after an odd number of tokens those below 60, and now and then two that are forced before."""
+    return [9, 11] if len(tokens) % 7 == 5 else [], list(range(1, 60 if len(tokens) % 2 else 103, 2))
 
 
 def prompts() -> list[Prompt]:
@@ -80,16 +80,15 @@ def check(engine: Engine, *, most: int = 6, seed: int = 0, make: Callable[[], li
     assert drafter.accepted > 50 and drafter.refused > 10
 
 
-# ALiBi, plain attention, an encoder, compressed keys and values, experts, windows without rings.
+# ALiBi, plain attention, an encoder, compressed keys and values, experts, windows without rings, and the recurrences.
 @pytest.mark.parametrize(
     "case", [case if case in VARIED else pytest.param(case, marks=pytest.mark.rest) for case in ["embedded", *CASES]]
 )
 def test_drafts_change_nothing(checkpoints: Checkpoints, kernels: Kernels, case: str) -> None:
     folder = DEMO if case == "embedded" else checkpoints(case)[0]
     engine = load_engine(folder, kernels=kernels, **SIZES)
-    assert engine.model.takes_drafts != bool(engine.model.spec.recurrences)  # type: ignore[attr-defined]
-    if engine.model.takes_drafts:
-        check(engine)
+    assert engine.model.takes_drafts
+    check(engine)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +131,20 @@ def test_blocks_that_come_and_go(checkpoints: Checkpoints, kernels: Kernels, tmp
         assert placement.staging is not None and placement.staging.times.written_blocks > 0
 
 
-@pytest.mark.parametrize("case", ["bloom", "gemma3_text", "t5"])
+@pytest.mark.parametrize("case", ["bloom", "gemma3_text", "t5", "qwen3_next"])
 def test_stages(checkpoints: Checkpoints, kernels: Kernels, case: str) -> None:
     with pipeline(checkpoints(case)[0], 2, kernels=kernels, **SIZES) as stages:
         check(stages, seed=3)  # type: ignore[arg-type]
+
+
+def test_nothing_waits_for_ever_at_the_first_stage(checkpoints: Checkpoints) -> None:
+    with pipeline(checkpoints("llama")[0], 2, **SIZES) as stages:
+        tokens = started(stages)  # type: ignore[arg-type]
+        for n in range(6):
+            came = tokens[-1:] if n else ()
+            tokens += step(stages, drafted(3 + n, tokens[-1], 102, came=came))[:1]  # type: ignore[arg-type]
         first = stages.engines[0].neighbours
-        assert isinstance(first, StageNeighbours) and len(first._due) < 10
+        assert isinstance(first, StageNeighbours) and 1 == len(first._due)
 
 
 def test_what_transformers_runs_batched(tmp_path: Path, kernels: Kernels) -> None:
@@ -154,7 +161,7 @@ def test_what_transformers_runs_one_by_one_takes_none(tmp_path: Path) -> None:
 
 @pytest.mark.rest
 def test_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folders = [checkpoints(case)[0] for case in ("bloom", "t5", "gemma3_text")]
+    folders = [checkpoints(case)[0] for case in ("bloom", "t5", "gemma3_text", "granitemoehybrid")]
     expected = {f"{folder}!": tensor_parallel.tokens(folder, Shard()) for folder in folders}
     assert [expected] * 2 == run_ranks([*expected], 2, tmp_path / "rendezvous")
 
