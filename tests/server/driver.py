@@ -287,7 +287,8 @@ def generate(engine: Engine, prompts: Sequence[Prompt], drafter: Drafter | None 
             draft, first = None, len(split(engine, prompt.token_ids)[0])
             if drafter is not None and prompt.tokens and id not in done:
                 draft = drafter.draft(request, id, prompt, first)
-            reach = len(prompt.token_ids) + len(prompt.tokens) + (len(draft.token_ids) - 1 if draft else 0)
+            more = 0 if prompt.rule is None else len(prompt.rule(prompt.tokens)[0])
+            reach = len(prompt.token_ids) + len(prompt.tokens) + (len(draft.token_ids) - 1 if draft else more)
             if id in given and id not in done and given[id] < num_blocks(reach):
                 request.grown_ids.append(id)
                 request.grown_counts.append(num_blocks(reach) - given[id])

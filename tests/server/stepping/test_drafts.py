@@ -17,7 +17,7 @@ from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.engine import Engine
 from server.stepping.pipeline import StageNeighbours
-from server.stepping.sequences import StepError
+from server.stepping.sequences import SequenceState, StepError, TokenRun
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Drafter, Prompt, Repeating, generate, greedy, load_engine, sampled
@@ -46,8 +46,10 @@ SAMPLINGS = [
 
 
 def odd(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Odd tokens alone, after an odd number of tokens those below 60, and now and then two that are forced before."""
-    return [9, 11] if len(tokens) % 7 == 5 else [], list(range(1, 60 if len(tokens) % 2 else 103, 2))
+    """Odd tokens alone, after an odd number of tokens those below 60, and two that are forced behind some."""
+    return [9, 11] if tokens and tokens[-1] % 7 == 3 and len(tokens) < 20 else [], list(
+        range(1, 60 if len(tokens) % 2 else 103, 2)
+    )
 
 
 def prompts() -> list[Prompt]:
@@ -101,6 +103,29 @@ def test_formats_and_dtypes(
     checkpoints: Checkpoints, kernels: Kernels, settings: dict[str, str], dtype: torch.dtype
 ) -> None:
     check(load_engine(checkpoints("llama")[0], kernels=kernels, dtype=dtype, **settings, **SIZES), seed=1)
+
+
+def constrained_prompts() -> list[Prompt]:
+    return [
+        Prompt(token_ids=[5 + n], max_new_tokens=60, sampling=sampled(n, is_constrained=True), rule=odd)
+        for n in range(6)
+    ]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3_next", "falcon_h1"])
+def test_tokens_are_forced_behind_guesses_that_were_wrong(
+    checkpoints: Checkpoints, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    engine, again = load_engine(checkpoints(case)[0], kernels=kernels, **SIZES), []
+    chunk = SequenceState.chunk
+
+    def noting(sequence: SequenceState, count: int) -> TokenRun:
+        again.extend(sequence.again)
+        return chunk(sequence, count)
+
+    monkeypatch.setattr(SequenceState, "chunk", noting)
+    check(engine, make=constrained_prompts)
+    assert bool(again) == engine.model.has_states
 
 
 def long_prompts() -> list[Prompt]:
