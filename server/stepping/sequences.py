@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from server.arch.footprint import num_spares
 from server.arch.windows import Ring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE, num_blocks
@@ -21,12 +22,6 @@ from server.stepping.sampling import TokenChoice
 from server.stepping.vocabulary import Vocabulary
 
 NOTHING = sys.maxsize  # a position that no token has
-MOST_SPARES = 8  # sequences with states that have guesses at once: where more decode, guesses gain little
-
-
-def num_spares(sequences: int) -> int:
-    """How many states are kept beside those of so many sequences, so that some can go back to them."""
-    return min(sequences, MOST_SPARES)
 
 
 class StepError(ValueError):
@@ -232,7 +227,8 @@ class SequenceTable:
         Raises StepError for a request that breaks the contract; then only retired sequences have left.
         """
         self._forget([*self.sequences] if request.reset else request.retire)
-        if request.add or request.extend or request.chunk_ids or request.grown_ids or request.drafts:
+        needs_check = request.add or request.extend or request.chunk_ids or request.grown_ids
+        if needs_check or request.drafts or request.kept_ids:
             self._check(request)
         added = [self._add(new) for new in request.add]
         for extension in request.extend:
@@ -259,8 +255,6 @@ class SequenceTable:
         each = len(blocks) // len(ids)
         for place, id in enumerate(ids):
             if id in self.sequences:  # else a failed step dropped it
-                if self.sequences[id].drafted_at:
-                    raise StepError(f"sequence {id} has a draft: its state may be one behind wrong guesses")
                 yield self.sequences[id].row, list(blocks[place * each : (place + 1) * each])
 
     def ring_blocks(
@@ -355,6 +349,9 @@ class SequenceTable:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
             if count > self.most_at_once:
                 raise StepError(f"sequence {id} takes {count} tokens in a step, but its ring {self.most_at_once}")
+        self._check_drafts(request, remaining, grown)
+
+    def _check_drafts(self, request: pb.StepRequest, remaining: Mapping[int, int], grown: Mapping[int, int]) -> None:
         drafted: set[int] = set()
         for draft in request.drafts:
             if draft.id in drafted or remaining.get(draft.id):
@@ -363,6 +360,10 @@ class SequenceTable:
             if draft.id in self.sequences:  # else a failed step dropped it
                 self._check_draft(draft, self.sequences[draft.id], grown.get(draft.id, 0))
             drafted.add(draft.id)
+        unsure = {id for id in request.kept_ids if id in self.sequences and self.sequences[id].drafted_at} - drafted
+        unsure |= {draft.id for draft in request.drafts if len(draft.token_ids) > 1}.intersection(request.kept_ids)
+        if unsure:
+            raise StepError(f"sequences {sorted(unsure)} have guesses: a state behind them cannot be kept")
 
     def _check_draft(self, draft: pb.Draft, sequence: SequenceState, num_more: int) -> None:
         count = len(draft.token_ids)
