@@ -242,8 +242,8 @@ class SequenceTable:
             for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
             if id in self.sequences
         ]
-        for run in decodes + drafts + chunks:
-            run.sequence.computed = run.start + run.length
+        for sequence, start, count, _ in decodes + drafts + chunks:
+            sequence.computed = start + count
         return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {}, grown, drafts)
 
     def rows_and_blocks(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
