@@ -478,7 +478,9 @@ def _came(runs: Sequence[TokenRun], token_ids: Sequence[int]) -> tuple[list[Sequ
     """
     if len(token_ids) == len(runs):
         return [run.sequence for run in runs], range(len(runs))
-    sequences, came, first = [], [], 0
+    sequences: list[SequenceState] = []
+    came: list[int] = []
+    first = 0
     for run in runs:
         guesses = run.guesses
         right = next((n for n, guess in enumerate(guesses) if token_ids[first + n] != guess), len(guesses))

@@ -148,6 +148,25 @@ def test_nothing_waits_for_ever_at_the_first_stage(checkpoints: Checkpoints) -> 
         assert isinstance(first, StageNeighbours) and 1 == len(first._due)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_behind_a_draft_without_guesses_steps_are_ahead_of_their_replies(
+    checkpoints: Checkpoints, kernels: Kernels, count: int
+) -> None:
+    with pipeline(checkpoints("qwen3_5")[0], count, kernels=kernels, **SIZES) as stages:
+        engine: Engine = stages if count > 1 else stages.engines[0]  # type: ignore[assignment]
+        sampling = {"frequency_penalty": 1.5, "repetition_penalty": 1.3}
+        expected = started(engine, **sampling)
+        for _ in range(5):
+            expected += step(engine, pb.StepRequest(decode=True))
+        found = started(engine, **sampling)
+        found += step(engine, drafted(3, found[0], expected[1], 102 - expected[2]))
+        assert 3 == len(found)
+        requests = [drafted(5, found[-1], came=found[1:]), *[pb.StepRequest(decode=True)] * 2]
+        ahead = [engine.launch(request) for request in requests]
+        found += [token for launched in ahead if launched is not None for token in launched.finish().token_ids]
+        assert expected == found
+
+
 def test_what_transformers_runs_batched(tmp_path: Path, kernels: Kernels) -> None:
     save("olmo", tmp_path)
     assert load(shard_config(tmp_path))[1].takes_drafts
