@@ -24,7 +24,7 @@ from benchmark.cost.roofline import DATA_SHEET, MEASURED, Ceilings, Pipeline, Se
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
 from benchmark.result import BenchError
 from host.cgroups import available_bytes
-from server.arch.footprint import LOGIT_BYTES, kept_state_bytes, least_step_bytes, state_bytes, step_bytes
+from server.arch.footprint import LOGIT_BYTES, kept_state_bytes, least_step_bytes, num_spares, state_bytes, step_bytes
 from server.arch.windows import largest_window, ring_for
 from server.quantisation import sizes
 
@@ -179,8 +179,9 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
     kv_bytes, state = kept_bytes(replace(served, ranks=num_shard), args.max_batch_prefill_tokens, args.max_total_tokens)
     free = device.free_bytes(weights, _step_bytes(served, device, num_shard, args), num_shard)
-    # One state is nobody's; of the free memory, states and rings have at most half.
-    states = min(free // 2, (args.max_concurrent_requests + bool(shape.spec.recurrences)) * state)
+    # One state is nobody's, and some are kept beside; of the free memory, states and rings have at most half.
+    count = args.max_concurrent_requests
+    states = min(free // 2, (count + bool(shape.spec.recurrences) * (1 + num_spares(count))) * state)
     tokens = max(0, int((free - states) // (max(1, kv_bytes) * BLOCK_SIZE)) * BLOCK_SIZE)
     blocks = -(-args.max_total_tokens // BLOCK_SIZE) + (shape.spec.encoder is not None)  # which has blocks of its own
     useful = args.max_concurrent_requests * blocks * BLOCK_SIZE

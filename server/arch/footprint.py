@@ -21,6 +21,7 @@ LOGIT_ROWS, LOGIT_BYTES = 128, 12
 # Prompt tokens of a step that a CPU has room for in any case: with fewer, one is mostly the reading of weights.
 LEAST_PREFILL_TOKENS = 256
 STATE_ITEMSIZE = 4  # bytes of a number of a recurrent layer's state
+MOST_SPARES = 8  # sequences with states that have guesses at once: where more decode, guesses gain little
 BLOCKS_OF_STATE = 64  # that a kept state takes where no layer has tokens, whose blocks hold nothing else
 
 
@@ -70,6 +71,11 @@ def seen_by_window(spec: ArchSpec, kept: Sequence[int]) -> dict[int, int]:
 def state_bytes(spec: ArchSpec, world_size: int = 1) -> int:
     """What a sequence's states take on one of so many ranks, of all recurrent layers."""
     return sum(STATE_ITEMSIZE * kind.part(world_size).state_size for kind in spec.recurrences)
+
+
+def num_spares(sequences: int) -> int:
+    """How many states there are beside those of so many sequences, for some that may have to go back."""
+    return min(sequences, MOST_SPARES)
 
 
 def kept_state_bytes(state_bytes: int) -> int:

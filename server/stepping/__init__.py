@@ -4,6 +4,14 @@ The router decides what a step computes; `sequences.py` checks it before anythin
 one flat row of tokens, `engine.py` launches it, and `next_tokens.py` chooses from the logits. Sampled ids stay on the
 device, where the next step reads them: a step can be launched before the one before has been read.
 
+**Drafts.** A sequence may bring guesses of its next tokens. They are computed in one run, as a prompt's chunk is, and a
+token is chosen behind each as plain decoding would have chosen it: by a fork of the history that counts the guesses
+before it. When the step is read, the host keeps the tokens up to the first that differs from its guess. The sequence
+then waits for the router, whose next draft says where it goes on; a draft without guesses leads back to plain decoding.
+What stands behind the accepted token, in blocks and rings, is never seen and written over. A recurrent layer has one
+state alone, so the one before the guesses is kept in a spare row. After a wrong guess the next run begins there and
+computes what came once more beside its own tokens, in two calls of the recurrence and one of everything else.
+
 **Graphs.** A step in which all sequences decode is captured once per batch size and replayed without Python: as a
 CUDA graph, or on a CPU as a recording of the kernels' calls. Its inputs are rows of the device's tables and
 positions. It lays itself out, chooses plain tokens, writes them where the next step reads them, and advances, so that

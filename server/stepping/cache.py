@@ -23,14 +23,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.footprint import kept_state_bytes
+from server.arch.footprint import kept_state_bytes, num_spares
 from server.arch.windows import Ring
 from server.backends.device import Device, HostCopies
 from server.backends.protocol import Attention, Backend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.stepping.batch import Forward
-from server.stepping.sequences import StepError, num_spares
+from server.stepping.sequences import StepError
 
 STATE_DTYPE = torch.float32  # sums of thousands of tokens
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -419,13 +419,12 @@ class Launched:
         self._check()
         token_ids = [id for part in self._chosen for id in part.token_ids.tolist()]
         logprobs = [logprob for part in self._chosen for logprob in part.logprobs.tolist()]
-        came = list(_came(self._sampled, token_ids))
-        sequences = [run.sequence for run, _ in came]
-        top_ids, top_logprobs = self._candidates(sequences, [row for _, row in came])
+        sequences, came = _came(self._sampled, token_ids)
+        top_ids, top_logprobs = self._candidates(sequences, came)
         return StepResult(
             ids=[s.id for s in sequences],
-            token_ids=[token_ids[row] for _, row in came],
-            logprobs=[logprobs[row] for _, row in came],
+            token_ids=[token_ids[row] for row in came],
+            logprobs=[logprobs[row] for row in came],
             top_ids=top_ids,
             top_logprobs=top_logprobs,
             prompt={id: reported.read() for id, reported in self._prompt.items()},
@@ -472,19 +471,23 @@ class Clock:
         return int(self._began.elapsed_time(end) * 1e6)
 
 
-def _came(runs: Sequence[TokenRun], token_ids: Sequence[int]) -> Iterator[tuple[TokenRun, int]]:
-    """Of the rows that were chosen in these runs, those that count, each with its run.
+def _came(runs: Sequence[TokenRun], token_ids: Sequence[int]) -> tuple[list[SequenceState], Sequence[int]]:
+    """Of the rows that were chosen in these runs, those that count, and their sequences.
 
     They are those behind which everything is as it was guessed.
     """
+    if len(token_ids) == len(runs):
+        return [run.sequence for run in runs], range(len(runs))
+    sequences: list[SequenceState] = []
+    came: list[int] = []
     first = 0
     for run in runs:
-        yield run, first
-        for row, guess in enumerate(run.guesses, first + 1):
-            if token_ids[row - 1] != guess:
-                break
-            yield run, row
-        first += 1 + len(run.guesses)
+        guesses = run.guesses
+        right = next((n for n, guess in enumerate(guesses) if token_ids[first + n] != guess), len(guesses))
+        sequences += [run.sequence] * (1 + right)
+        came += range(first, first + 1 + right)
+        first += 1 + len(guesses)
+    return sequences, came
 
 
 def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:

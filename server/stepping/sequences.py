@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from server.arch.footprint import num_spares
 from server.arch.windows import Ring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE, num_blocks
@@ -21,12 +22,6 @@ from server.stepping.sampling import TokenChoice
 from server.stepping.vocabulary import Vocabulary
 
 NOTHING = sys.maxsize  # a position that no token has
-MOST_SPARES = 8  # sequences with states that have guesses at once: where more decode, guesses gain little
-
-
-def num_spares(sequences: int) -> int:
-    """How many states are kept beside those of so many sequences, so that some can go back to them."""
-    return min(sequences, MOST_SPARES)
 
 
 class StepError(ValueError):
@@ -246,7 +241,8 @@ class SequenceTable:
         Raises StepError for a request that breaks the contract; then only retired sequences have left.
         """
         self._forget([*self.sequences] if request.reset else request.retire)
-        if request.add or request.extend or request.chunk_ids or request.grown_ids or request.drafts:
+        needs_check = request.add or request.extend or request.chunk_ids or request.grown_ids
+        if needs_check or request.drafts or request.kept_ids:
             self._check(request)
         added = [self._add(new) for new in request.add]
         for extension in (*request.extend, *request.drafts):
@@ -263,8 +259,8 @@ class SequenceTable:
             for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
             if id in self.sequences
         ]
-        for run in decodes + drafts + chunks:
-            run.sequence.computed = run.start + run.length
+        for sequence, start, count, _ in decodes + drafts + chunks:
+            sequence.computed = start + count
         return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {}, grown, drafts)
 
     def rows_and_blocks(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -276,8 +272,6 @@ class SequenceTable:
         each = len(blocks) // len(ids)
         for place, id in enumerate(ids):
             if id in self.sequences:  # else a failed step dropped it
-                if self.sequences[id].drafted_at:
-                    raise StepError(f"sequence {id} has a draft: its state may be one behind wrong guesses")
                 yield self.sequences[id].row, list(blocks[place * each : (place + 1) * each])
 
     def ring_blocks(
@@ -378,6 +372,11 @@ class SequenceTable:
             if count > self.most_at_once:
                 raise StepError(f"sequence {id} takes {count} tokens in a step, but its ring {self.most_at_once}")
         self._check_drafts(request.drafts, remaining, grown)
+        unsure = {id for id in request.kept_ids if id in self.sequences and self.sequences[id].drafted_at}
+        unsure -= {extension.id for extension in (*request.extend, *request.drafts)}
+        unsure |= {draft.id for draft in request.drafts if len(draft.token_ids) > 1}.intersection(request.kept_ids)
+        if unsure:
+            raise StepError(f"sequences {sorted(unsure)} have guesses: a state behind them cannot be kept")
 
     def _check_drafts(
         self, drafts: Iterable[pb.Extension], remaining: Mapping[int, int], grown: Mapping[int, int]

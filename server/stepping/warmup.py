@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from server.arch.footprint import LOGIT_ROWS
+from server.arch.footprint import LOGIT_ROWS, num_spares
 from server.arch.windows import ring_for
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
@@ -29,7 +29,6 @@ from server.ranks.collectives import COLLECTIVE_TIMEOUT
 from server.stepping import cache
 from server.stepping.cache import KVShape
 from server.stepping.engine import LEAST_SEQUENCES, Engine, StepResult
-from server.stepping.sequences import num_spares
 
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)

@@ -33,7 +33,7 @@ from tests.server.backends.stand_in import (
 )
 from tests.server.checkpoints import Checkpoints
 from tests.server.conftest import DEMO
-from tests.server.driver import GREEDY, Prompt, generate, load_engine, sampled
+from tests.server.driver import GREEDY, Drafter, Prompt, generate, load_engine, sampled
 from tests.server.ranks import tensor_parallel
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -205,6 +205,18 @@ def test_a_model_on_the_stand_in_gives_the_tokens_of_the_reference(checkpoints: 
     assert engine.graphs
     expected = generate(load_engine(folder, warms_up=False), again(EVERYTHING))
     assert results(expected) == results(generate(engine, again(EVERYTHING)))
+
+
+@pytest.mark.parametrize("case", ["bloom", "t5", "qwen3_5"])
+def test_drafts_do_not_wait_for_the_device(checkpoints: Checkpoints, case: str) -> None:
+    folder, _ = checkpoints(case)
+    engine = load_engine(folder, backend=StandInBackend(), warms_up=case == "bloom")
+    expected = generate(load_engine(folder, warms_up=False), again(EVERYTHING))
+    drafter = Drafter([prompt.tokens for prompt in expected])
+    assert isinstance(engine.device, StandInDevice)
+    with engine.device.forbidding():
+        found = generate(engine, again(EVERYTHING), drafter)
+    assert results(expected) == results(found) and drafter.accepted and drafter.refused
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from server.backends.cpu import Kernels
 from server.blocks import BLOCK_SIZE
+from server.loading import load
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.engine import Engine
@@ -21,7 +22,7 @@ from server.stepping.sequences import SequenceState, StepError, TokenRun
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Drafter, Prompt, Repeating, generate, greedy, load_engine, sampled
-from tests.server.fallback.cases import save
+from tests.server.fallback.cases import save, shard_config
 from tests.server.model.test_pipeline import pipeline
 from tests.server.offload.streaming import offloaded
 from tests.server.ranks import tensor_parallel
@@ -172,16 +173,34 @@ def test_nothing_waits_for_ever_at_the_first_stage(checkpoints: Checkpoints) -> 
         assert isinstance(first, StageNeighbours) and 1 == len(first._due)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_behind_a_draft_without_guesses_steps_are_ahead_of_their_replies(
+    checkpoints: Checkpoints, kernels: Kernels, count: int
+) -> None:
+    with pipeline(checkpoints("qwen3_5")[0], count, kernels=kernels, **SIZES) as stages:
+        engine: Engine = stages if count > 1 else stages.engines[0]  # type: ignore[assignment]
+        sampling = {"frequency_penalty": 1.5, "repetition_penalty": 1.3}
+        expected = started(engine, **sampling)
+        for _ in range(5):
+            expected += step(engine, pb.StepRequest(decode=True))
+        found = started(engine, **sampling)
+        found += step(engine, drafted(3, found[0], expected[1], 102 - expected[2]))
+        assert 3 == len(found)
+        requests = [drafted(5, found[-1], came=found[1:]), *[pb.StepRequest(decode=True)] * 2]
+        ahead = [engine.launch(request) for request in requests]
+        found += [token for launched in ahead if launched is not None for token in launched.finish().token_ids]
+        assert expected == found
+
+
 def test_what_transformers_runs_batched(tmp_path: Path, kernels: Kernels) -> None:
     save("olmo", tmp_path)
-    engine = load_engine(tmp_path, kernels=kernels, **SIZES)
-    assert engine.model.takes_drafts
-    check(engine)
+    assert load(shard_config(tmp_path))[1].takes_drafts
+    check(load_engine(tmp_path, kernels=kernels, **SIZES))
 
 
 def test_what_transformers_runs_one_by_one_takes_none(tmp_path: Path) -> None:
     save("gptj", tmp_path)
-    assert not load_engine(tmp_path, **SIZES).model.takes_drafts
+    assert not load(shard_config(tmp_path))[1].takes_drafts
 
 
 @pytest.mark.rest
@@ -266,6 +285,27 @@ def test_a_sequence_on_a_draft_waits(engine: Engine) -> None:
     first = started(engine)
     assert step(engine, drafted(3, *first, 1, 2, decode=True))
     assert step(engine, pb.StepRequest(decode=True)) == []
+
+
+def test_where_no_state_can_be_kept_a_draft_is_its_first_token(checkpoints: Checkpoints, kernels: Kernels) -> None:
+    engine = load_engine(checkpoints("qwen3_5")[0], kernels=kernels, **SIZES)
+    expected = generate(engine, prompts())
+    assert engine._sequences is not None
+    del engine._sequences.free_spares[2:]
+    drafter = Drafter([p.tokens for p in expected])
+    assert results(expected) == results(generate(engine, prompts(), drafter))
+    assert 0 < drafter.accepted and 2 == len(engine._sequences.free_spares)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_states_behind_guesses_are_not_kept(checkpoints: Checkpoints, before: bool) -> None:
+    engine = load_engine(checkpoints("qwen3_5")[0], **SIZES)
+    first = started(engine)
+    kept: dict[str, Any] = {"kept_ids": [1], "kept_blocks": range(10, 10 + engine.checkpoint_blocks)}
+    if before:
+        step(engine, drafted(3, *first, 102, 102))
+    with pytest.raises(StepError, match="a state behind them cannot be kept"):
+        step(engine, pb.StepRequest(**kept) if before else drafted(3, *first, 102, **kept))
 
 
 def test_a_ring_has_no_room_for_more(checkpoints: Checkpoints) -> None:
