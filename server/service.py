@@ -96,6 +96,10 @@ class ShardService(pb_grpc.ShardServicer):
         except (RuntimeError, MemoryError) as error:
             self._fail(error)
             status, text = grpc.StatusCode.INTERNAL, _sentence(error)
+        except Exception as error:  # compilers of kernels have errors of their own: the reply ends the start with them
+            log.exception("the warm-up failed")
+            status, text = grpc.StatusCode.INTERNAL, _sentence(error)
+            self._fail(RuntimeError(text))
         await context.abort(status, text)
         raise AssertionError("abort raises")
 

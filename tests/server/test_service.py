@@ -89,6 +89,23 @@ async def test_warmup_reports_the_cache_and_refuses_what_does_not_fit(shard: Ser
         assert (16, 64) == (info.block_size, info.num_blocks)
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, OSError, Exception])
+async def test_whatever_a_warm_up_fails_with_is_told_in_a_line(
+    shard: Served, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise kind("a kernel was not compiled\nand more lines")
+
+    monkeypatch.setattr("server.service.warm_up", fail)
+    async with shard as (stub, service):
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Warmup(LIMITS)
+        expected = (grpc.StatusCode.INTERNAL, f"{kind.__name__}: a kernel was not compiled")
+        assert expected == (raised.value.code(), raised.value.details())
+        assert isinstance(failure := service.failed.result(), RuntimeError)
+        assert kind is RuntimeError or expected[1] == str(failure)
+
+
 async def test_a_shard_that_is_warm_answers_the_next_router_as_the_first(shard: Served) -> None:
     async with shard as (stub, _):
         reply = await stub.Warmup(LIMITS)

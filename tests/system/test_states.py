@@ -1,13 +1,12 @@
-"""A real server of a model with recurrent layers: sequences that leave and come back, shards that die, conversations.
+"""Real servers of models with recurrent layers: sequences that leave and come back, shards that die, conversations.
 
-The model is tiny and random, with the demo's tokenizer.
+The models are tiny and random, with the demo's tokenizer.
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +27,35 @@ WORDS = [TOKENIZER.encode(f" {word}").ids for word in "the fox river walked a wa
 WORD_IDS = [ids[0] for ids in WORDS if len(ids) == 1]  # a text of these has the same tokens when it is read again
 
 
+def made(name: str, folder: Path) -> str:
+    """A folder with a model as long as conversations become."""
+    more = {"vocab_size_per_layer_input": 2048} if name == "gemma4-e" else {}
+    tiny.save_tiny(name, folder, vocab_size=2048, max_position_embeddings=2048, **more)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(DEMO / file, folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its folder."""
-    folder = tmp_path_factory.mktemp("recurrent")
-    # As long as conversations become.
-    tiny.save_tiny("qwen3_5", folder, vocab_size=2048, max_position_embeddings=2048)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(DEMO / name, folder)
-    yield str(folder)
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of one that attends in some layers, and recurs in the others."""
+    return made("qwen3_5", tmp_path_factory.mktemp("recurrent"))
 
 
 @pytest.mark.parametrize(
-    ("flags", "num_kills"),
+    ("name", "flags", "num_kills"),
     [
-        ((), 0),
-        pytest.param(("--num-shard", "2", "--max-deaths", "9"), 2, marks=pytest.mark.rest),
-        (("--pipeline-parallel", "2", "--max-deaths", "9"), 2),
+        ("qwen3_5", (), 0),
+        pytest.param("mamba2", ("--num-shard", "2", "--max-deaths", "9"), 2, marks=pytest.mark.rest),
+        ("falcon_h1", ("--pipeline-parallel", "2", "--max-deaths", "9"), 2),  # both in every layer
+        pytest.param("qwen3_5", ("--pipeline-parallel", "2", "--max-deaths", "9"), 2, marks=pytest.mark.rest),
     ],
-    ids=["one shard", "two shards that die", "two stages that die"],
+    ids=["one shard", "two shards that die", "two stages that die", "two others that die"],
 )
-def test_who_is_sent_away_or_lost_gets_the_same_tokens(model: str, flags: tuple[str, ...], num_kills: int) -> None:
-    own = ("--model-id", model, "--state-checkpoint-tokens", str(DISTANCE), "--max-batch-size", "12")
+def test_who_is_sent_away_or_lost_gets_the_same_tokens(
+    tmp_path: Path, name: str, flags: tuple[str, ...], num_kills: int
+) -> None:
+    own = ("--model-id", made(name, tmp_path), "--state-checkpoint-tokens", str(DISTANCE), "--max-batch-size", "12")
     check_tokens_stay(own, flags, num_kills)
 
 

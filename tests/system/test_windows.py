@@ -6,39 +6,37 @@ The models are tiny and random, with the demo's tokenizer.
 from __future__ import annotations
 
 import itertools
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.running import Server
-from tests.server import tiny
-from tests.server.conftest import DEMO
 from tests.system.test_kv_demand import check_tokens_stay
-from tests.system.test_states import ANSWER, FLOAT32, conversation
+from tests.system.test_states import ANSWER, FLOAT32, conversation, made
 
 DISTANCE = 64  # tokens between two places at which windows are kept
 BLOCK = 16
 SHORT_STEPS = ("--max-batch-prefill-tokens", "64", "--state-checkpoint-tokens", str(DISTANCE))
 
 
-def made(name: str, folder: Path) -> str:
-    """A folder with a model as long as conversations become."""
-    tiny.save_tiny(name, folder, vocab_size=2048, max_position_embeddings=2048)
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(DEMO / file, folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "flags", "num_kills"),
     [
-        ("gpt_oss", (), 0),
+        ("gemma4-e", (), 0),  # layers that share keys and values, and have inputs of their own
+        pytest.param("gpt_oss", (), 0, marks=pytest.mark.rest),
+        pytest.param("gemma4-e", ("--pipeline-parallel", "2", "--max-deaths", "9"), 2, marks=pytest.mark.rest),
         pytest.param("gemma3_text", ("--num-shard", "2", "--max-deaths", "9"), 2, marks=pytest.mark.rest),
         pytest.param("mistral", ("--max-deaths", "9"), 1, marks=pytest.mark.rest),
         ("gemma2", ("--pipeline-parallel", "3", "--max-deaths", "9"), 2),  # of which two have windows alone
     ],
-    ids=["one shard", "two shards that die", "windows alone, and it dies", "three stages that die"],
+    ids=[
+        "one shard",
+        "another",
+        "two stages that die",
+        "two shards that die",
+        "windows alone, and it dies",
+        "three stages that die",
+    ],
 )
 def test_who_is_sent_away_or_lost_gets_the_same_tokens(
     tmp_path: Path, name: str, flags: tuple[str, ...], num_kills: int
