@@ -182,6 +182,7 @@ class PromptRequest:
     prompt_logprobs: bool = False  # whether those of the prompt's tokens are wanted too
     priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
+    prediction: str = ""  # what much of the answer may be
     generates: bool = True  # else the prompt is computed and nothing follows it; `max_new_tokens` is 1 then
 
 

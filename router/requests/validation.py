@@ -91,6 +91,10 @@ class Validator:
             valid = replace(valid, sampling=await self._in_thread(ban, owner))
         if (grammar := await self._grammar(asked, checked.grammar, token_ids, owner)) is not None:
             valid = replace(valid, grammar=grammar, ends=replace(valid.ends, has_grammar=True))
+        if asked.prediction and limits.speculate:
+            predicted = asked.prediction[: self._most_characters]
+            predicted_ids = await self._in_thread(partial(self._encode, predicted, None, False), owner)
+            valid = replace(valid, prediction=predicted_ids)
         valid = valid.read_by_encoder(self._decoder_start)
         samplings = _samplings(valid.sampling, checked.best_of, asked.num_answers)
         return [replace(valid, sampling=sampling) for sampling in samplings]

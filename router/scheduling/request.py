@@ -61,6 +61,7 @@ class ValidRequest:
     generates: bool = True  # else the token behind the prompt is dropped: the prompt's log-probabilities are wanted
     grammar: CompiledGrammar | None = None  # what the text is held to
     priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
+    prediction: Sequence[int] = ()  # what much of the answer may be: guesses come from it too
     speculate: int | None = None  # tokens that may be guessed for a step; None: as many as the server allows
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import Field
@@ -63,7 +63,6 @@ class Generation(Lenient):
         "suffix": NotServed((None, "")),
         "modalities": NotServed((None, ["text"])),
         "audio": NotServed(),
-        "prediction": NotServed(),
         "web_search_options": NotServed(),
         "moderation": NotServed(),
         "verbosity": NotServed((None, "medium")),
@@ -129,6 +128,13 @@ class Message(Lenient):
     reasoning: str | None = Field(default=None, description="Another name of it.")
 
 
+class Prediction(Lenient):
+    """What much of the answer may be."""
+
+    type: Literal["content"]
+    content: str | Objects
+
+
 class ChatRequest(Generation):
     """The body of `/v1/chat/completions`."""
 
@@ -145,6 +151,9 @@ class ChatRequest(Generation):
     top_logprobs: Integer | None = Field(default=None, description="Likeliest alternatives reported with each token.")
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
         default=None, description="`none`, or what the chat template knows of it."
+    )
+    prediction: Prediction | None = Field(
+        default=None, description="Tokens are guessed from it where the server has `--speculate`."
     )
     include_reasoning: bool | None = Field(default=None, description="Not OpenAI's: false leaves reasoning out.")
     store: bool | None = Field(default=None, description="Nothing is stored, whatever is asked for.")
@@ -188,6 +197,8 @@ def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | 
     candidates: wanted with the log-probability of each token; None: no log-probabilities.
     """
     asked = _asked(body, render, most_of(body), max_n, has_special_tokens=True)
+    if body.prediction is not None:
+        asked = replace(asked, prediction=text_of("prediction.content", body.prediction.content, ("text",), between=""))
     return [scored(asked, candidates, of_prompt=False)]
 
 

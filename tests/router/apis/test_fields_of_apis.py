@@ -91,7 +91,10 @@ CHAT = Api(
         "user": NOTHING,
     },
     {**STREAMED, "tool_choice": {"tools": [TOOL]}, "top_logprobs": {"logprobs": True}},
-    {"response_format": GRAMMARS, "parallel_tool_calls": "tests/system/test_tools.py"},
+    {
+        "response_format": GRAMMARS, "parallel_tool_calls": "tests/system/test_tools.py",
+        "prediction": "tests/router/apis/openai/test_routes.py",
+    },
 )  # fmt: skip
 TEXT = Api(
     "/v1/completions",

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.router.site import PROMPT, answering_site, events_in
+from tests.router.doubles import fake_shards, make_limits
+from tests.router.served import LIMITS, TEMPLATE, replying
+from tests.router.site import PROMPT, answering_site, events_in, site
 
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+EDITED = "def area(width: float, height: float) -> float:\n    return width * height  # of a rectangle, in m2\n"
 COMPLETION = {"prompt": PROMPT, "temperature": 0}
 
 
@@ -187,3 +190,23 @@ async def test_the_same_seed_gives_the_same_answers(template: str) -> None:
         seeds = [new.sampling.seed for step in it.shards.requests for new in step.add]
         assert [7, 8, 9] * 2 == seeds
         assert all(new.sampling.do_sample for step in it.shards.requests for new in step.add)
+
+
+@pytest.mark.parametrize("content", [EDITED, [{"type": "text", "text": part} for part in (EDITED[:60], EDITED[60:])]])
+async def test_an_answer_that_was_predicted_comes_in_fewer_steps(tmp_path: Path, content: Any) -> None:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    config = {"chat_template": str(tmp_path / "template.jinja"), "reasoning_parser": "none"}
+    shards = fake_shards(make_limits(**LIMITS), **replying(lambda _: EDITED), step_delay_s=0.001)
+    async with site(shards, config=config, **LIMITS, speculate=8) as it:
+        it.http.timeout = 60  # the first chat waits for a process
+        num_steps = []
+        for more in ({"speculate": 0}, {"prediction": {"type": "content", "content": content}}):
+            before = len(shards.requests)
+            answer = await it.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 200, **more})
+            assert EDITED == answer.json()["choices"][0]["message"]["content"]
+            num_steps.append(len(shards.requests) - before)
+        assert answer.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 50
+        assert num_steps[1] < num_steps[0] / 2
+        other = {"type": "image", "content": "x"}
+        refused = await it.http.post("/v1/chat/completions", json={**CHAT, "prediction": other})
+        assert 400 == refused.status_code
