@@ -151,8 +151,6 @@ class Checkpoint:
         dtypes: those that it may be stored in. dtype: what it is converted to; None: it stays as it is. mapped: it may
         be the file itself instead, in any strides, to be read once and let go: a copy would need fresh memory, which
         costs more than what is copied.
-
-        Raises CheckpointError for floats that are not finite, unless they are mapped.
         """
         name = name if name in self._paths else self._shared.get(name, name)
         view = self._slice(name)
@@ -175,9 +173,7 @@ class Checkpoint:
             (first, last), *others = region
             tensor = nothing.new_empty([stop - start for start, stop in region], dtype=dtype)
             for begin, end in _pieces(first, last, max(1, PIECE_BYTES // max(1, row_bytes))):
-                rows, piece = self._rows(name, [(begin, end), *others], row_bytes), tensor[begin - first : end - first]
-                piece.copy_(rows)
-                self._refuse_infinite(name, rows, piece)
+                tensor[begin - first : end - first] = self._rows(name, [(begin, end), *others], row_bytes)
         self.bytes_read += tensor.numel() * nothing.itemsize
         return tensor
 
@@ -205,21 +201,6 @@ class Checkpoint:
         rows = self._sliced(name, region)
         self._mapped += (region[0][1] - region[0][0]) * row_bytes
         return rows
-
-    def _refuse_infinite(self, name: str, rows: Tensor, converted: Tensor) -> None:
-        """Raise CheckpointError for floats that are no finite numbers, or are none after the conversion.
-
-        The least and the largest tell: a pass at the speed of memory, over what has just been written.
-        """
-        if converted.dtype not in STORED_FLOATS or not converted.numel() or _are_finite(converted):
-            return
-        if _are_finite(rows):
-            dtype = str(converted.dtype).removeprefix("torch.")
-            why = f"numbers that are too large for {dtype}: use --dtype bfloat16 or float32"
-        else:
-            number = float(rows[~rows.isfinite()][0])
-            why = f"{number} among its numbers, and all must be finite: the checkpoint is damaged, download it again"
-        raise CheckpointError(f"tensor {name} has {why}")
 
     def _checked(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
         """The tensor, which counts as read if its dtype is one of `dtypes`."""
@@ -266,10 +247,6 @@ class Checkpoint:
         """Tensors that were not read, that one of `patterns` matches, and that are zeros."""
         matching = (n for n in self._paths if n not in self._read and any(re.search(p, n) for p in patterns))
         return [n for n in matching if not (self._sliced(n, []) if self.shape_of(n) else self._number(n)).any()]
-
-
-def _are_finite(numbers: Tensor) -> bool:
-    return all(math.isfinite(float(end)) for end in numbers.aminmax())
 
 
 def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:

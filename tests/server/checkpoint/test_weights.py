@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -119,25 +118,6 @@ def test_what_may_be_the_file_itself_is_not_copied_and_counts_as_read(four_by_fo
     mapped = [checkpoint.read("up.0.weight", (4, 4), mapped=True).data_ptr() for _ in range(2)]
     assert mapped[0] == mapped[1]
     assert mapped[0] != copied.data_ptr()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_number_that_is_none_is_refused_with_its_tensor(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
-    numbers = torch.randn(64, 64)
-    numbers[5, 7] = value
-    checkpoint = Checkpoint(save(tmp_path, a=numbers.to(dtype), b=torch.ones(3, dtype=torch.int32)))
-    with pytest.raises(CheckpointError, match=rf"tensor a has {value} among its numbers, and all must"):
-        checkpoint.read("a", (64, 64), dtype=torch.float32)
-    assert (4, 64) == checkpoint.read("a", (64, 64), part=(0, 4)).shape
-    assert 3 == checkpoint.read("b", (3,), dtypes=(torch.int32,)).sum()
-
-
-def test_a_number_that_the_wanted_dtype_has_not_is_told_apart(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(save(tmp_path, a=torch.full((2, 2), 1e5)))
-    with pytest.raises(CheckpointError, match=r"tensor a has numbers that are too large for float16: use --dtype bf"):
-        checkpoint.read("a", (2, 2), dtype=torch.float16)
-    assert checkpoint.read("a", (2, 2), dtype=torch.bfloat16).isfinite().all()
 
 
 def test_a_padded_vocabulary_ends_in_zeros(tiny_bloom: Path) -> None:
