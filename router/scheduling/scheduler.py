@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic
 
-from router.drafting.speculation import Candidate, Speculation, Verified
+from router.drafting.speculation import Candidate, Drafting, Speculation, Verified
 from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
@@ -207,7 +207,7 @@ class Scheduler(Generic[S]):
             filled=filled,
             held=self._held(lane, {entry.id for entry in decoding} | drafts.keys() | chunks.keys()),
             extended=take_unsent(self.running[id] for id in chunks),
-            constrained=[e for e in concerned.values() if e.is_held],
+            constrained=[e for e in concerned.values() if e.is_held and e.continuation is not None],
             grown=grown,
             loaded=self._cache.take_loads() if self._cache.checkpoints is not None else {},
             kept=kept,
@@ -420,12 +420,15 @@ class Scheduler(Generic[S]):
         if entry.drafting is None:
             request = entry.request
             entry.drafting = self.speculation.begin(request.prompt_ids, entry.owner, request.cache_salt, most)
-        entry.drafting.came(entry.generated_ids[entry.num_told :])
-        entry.num_told = len(entry.generated_ids)
+        self._tell(entry, entry.drafting)
         if entry.id not in self.running or not (guess := entry.drafting.guess(most).token_ids):
             return ()
         self._lanes.all[entry.lane].num_repeats = 0
         return guess
+
+    def _tell(self, entry: S, drafting: Drafting) -> None:
+        drafting.came(entry.generated_ids[entry.num_told :])
+        entry.num_told = len(entry.generated_ids)
 
     def stepped(self, plan: StepPlan[S], seconds: float) -> None:
         """All that the step has brought is delivered: learn what guesses are worth."""
@@ -447,6 +450,7 @@ class Scheduler(Generic[S]):
     def finished(self, entry: S, *, is_cut: bool) -> None:
         """Its answer is complete. is_cut: only because its client wanted no more."""
         if entry.drafting is not None:
+            self._tell(entry, entry.drafting)
             entry.drafting.end()
         if self.forecast is not None:
             self.forecast.finished(entry, is_cut=is_cut)

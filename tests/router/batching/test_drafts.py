@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -133,3 +134,46 @@ async def test_a_request_may_want_fewer_guesses(wanted: int | None) -> None:
         await token_ids_of(at_work.batcher.submit(request_of(40, 60, speculate=wanted)))
     guesses = [len(draft.token_ids) - 1 for request in at_work.shards.requests for draft in request.drafts]
     assert max(guesses, default=0) == (6 if wanted is None else wanted)
+
+
+class Told(Oracle):
+    """Takes its time for what the text went on with."""
+
+    seconds = 0.01
+
+    def __init__(self, request: ValidRequest) -> None:
+        super().__init__(request, random.Random(1))
+        self.left: list[int] = []  # tokens that it did not know at an end
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        time.sleep(self.seconds)
+        super().extend(token_ids)
+
+    def end(self) -> None:
+        self.left.append(len(self._coming))
+
+
+class Timed(Random):
+    """Has one drafter, and notes what steps with guesses took."""
+
+    def __init__(self, drafter: Told) -> None:
+        super().__init__([], 1)
+        self._drafter = drafter
+        self.times: list[float | None] = []
+
+    def begin(self, token_ids: Sequence[int], *args: Any) -> Drafting:
+        return Drafting(self._drafter, 6)
+
+    def stepped(self, plain: Any, verified: Any, others: int, seconds: float | None, held: Any = ()) -> None:
+        self.times += [seconds] * any(one.num_guesses for one in verified)
+
+
+async def test_a_step_with_guesses_takes_the_time_to_plan_it_and_the_last_one_is_told_too() -> None:
+    """Nothing is computed while such a step is planned; and what an answer ended with may come again."""
+    request = request_of(5, 30)
+    drafter = Told(request)
+    async with running(speculate=6) as at_work:
+        at_work.batcher._scheduler.speculation = speculation = Timed(drafter)
+        assert await token_ids_of(at_work.batcher.submit(request)) == tokens_alone(request)
+    assert speculation.times and min(seconds or 0 for seconds in speculation.times) >= drafter.seconds
+    assert drafter.left == [0]
