@@ -308,7 +308,8 @@ class Scheduler(Generic[S]):
         if self._lacks_blocks:
             decoding = [entry for entry in decoding if entry.num_scheduled < entry.granted]
         has_prompts = self.waiting or len(decoding) < len(running)
-        budget = self._prefill_budget(len(decoding)) if has_prompts else 0
+        guesses = lane.before.num_guesses if decoding and lane.before is not None else 0  # about as many as before
+        budget = self._prefill_budget(len(decoding) + guesses) if has_prompts else 0
         chunks: dict[int, int] = {}
         if self.ledger.is_contested:
             head = self._next_in_turn()
@@ -334,12 +335,12 @@ class Scheduler(Generic[S]):
 
     def timed(self, plan: StepPlan[S], seconds: float) -> None:
         """Learn how long the step took, from when it could begin to its reply."""
-        if plan.prefill_tokens and not (plan.decoding or plan.drafts or plan.restores):
+        if plan.prefill_tokens and not (plan.num_decoding or plan.restores):
             self._cache.tiers.took(plan.prefill_tokens, seconds)
             if self.speculation is not None:
                 self.speculation.costs.note_prompts(plan.prefill_tokens, seconds)
-        if isinstance(self._chunk, ChunkSize) and not (plan.restores or plan.drafts):
-            self._chunk.note(len(plan.decoding), plan.prefill_tokens, seconds)
+        if isinstance(self._chunk, ChunkSize) and not plan.restores:
+            self._chunk.note(plan.num_decoding + plan.num_guesses, plan.prefill_tokens, seconds)
 
     def failed(self, plan: StepPlan[S]) -> list[S]:
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
@@ -472,11 +473,11 @@ class Scheduler(Generic[S]):
             self._release(entry)
         return leaving
 
-    def _prefill_budget(self, num_decoding: int) -> int:
+    def _prefill_budget(self, num_rows: int) -> int:
         """How many prompt tokens this step may compute: fewer while others decode, because their next tokens wait."""
-        if not num_decoding:
+        if not num_rows:
             return self.limits.max_batch_prefill_tokens
-        return self._chunk.tokens(num_decoding) if isinstance(self._chunk, ChunkSize) else self._chunk
+        return self._chunk.tokens(num_rows) if isinstance(self._chunk, ChunkSize) else self._chunk
 
     def _make_room(self) -> dict[int, S]:
         """Have others leave for the request that is next, if its key is entitled to that; by the ids that they had."""
