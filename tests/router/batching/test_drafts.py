@@ -113,13 +113,15 @@ async def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
     """As `--speculate` does it, once guesses have turned out right."""
 
     def again(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
-        return token_ids[-7] if len(token_ids) > 7 else 65 + len(token_ids)
+        return token_ids[-7]
 
     steps = {}
     for speculate in (0, 6):
         limits = make_limits(speculate=speculate)
-        async with running(fake_shards(limits, next_token=again, step_delay_s=0.002), speculate=speculate) as at_work:
-            entry = at_work.batcher.submit(request_of(4, 60))
+        async with running(fake_shards(limits, next_token=again, step_delay_s=0.005), speculate=speculate) as at_work:
+            entry = at_work.batcher.submit(
+                request_of(40, 60)
+            )  # a long prompt: its tokens say what guesses cost at most
             assert tokens_alone(entry.request, next_token=again) == await token_ids_of(entry)
         steps[speculate] = len(at_work.traces)
         assert is_clean(at_work)
@@ -128,9 +130,7 @@ async def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
 
 @pytest.mark.parametrize("wanted", [None, 2, 0])
 async def test_a_request_may_want_fewer_guesses(wanted: int | None) -> None:
-    async with running(
-        fake_shards(make_limits(), next_token=lambda *_: 65, step_delay_s=0.002), speculate=6
-    ) as at_work:
+    async with running(fake_shards(make_limits(), next_token=lambda *_: 65, step_delay_s=0.01), speculate=6) as at_work:
         await token_ids_of(at_work.batcher.submit(request_of(40, 60, speculate=wanted)))
     guesses = [len(draft.token_ids) - 1 for request in at_work.shards.requests for draft in request.drafts]
     assert max(guesses, default=0) == (6 if wanted is None else wanted)
