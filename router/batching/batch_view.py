@@ -55,7 +55,7 @@ class BatchView:
             "waiting_tokens": scheduler.ledger.waiting_tokens,
             "kv_blocks": {"total": limits.num_blocks, "free": scheduler.num_free_blocks, "size": limits.block_size},
             "prefix_cache": {"is_on": limits.prefix_caching, **self._prefix_totals(account)},
-            "decoded_tokens": self._num_decoded,
+            "decoded_tokens": self._num_decoded + _value(self._metrics.right_guesses),
             "steps": [[step.step, step.num_decoding, step.prefill_tokens] for step in self._steps],
         }
 

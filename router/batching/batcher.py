@@ -333,8 +333,7 @@ class Batcher:
             self._go_on(entry, token_ids)
         self._scheduler.stepped(step.plan, received_at - began_at)
         if step.plan.drafts:
-            num_guesses = sum(len(draft.token_ids) - 1 for draft in step.plan.drafts.values())
-            self._metrics.guessed(num_guesses, len(reply.ids) - len(set(reply.ids)))
+            self._metrics.guessed(step.plan.num_guesses, len(reply.ids) - len(set(reply.ids)))
         self._metrics.delivered(
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )

@@ -161,7 +161,7 @@ class Forecast(Generic[S]):
     def planned(self, plan: StepPlan[S]) -> None:
         """A step was planned."""
         self._outlook.now += self._step
-        num_tokens = len(plan.decoding) + plan.prefill_tokens
+        num_tokens = plan.num_decoding + plan.prefill_tokens
         self.owed = max(-MOST_AHEAD * self.most_tokens, self.owed - MOST_AGAIN * num_tokens)
         self.excess = max(0.0, self.excess - MOST_AT_ALL * num_tokens)
 

@@ -93,6 +93,16 @@ class StepPlan(NamedTuple, Generic[S]):
     )
     awaiting: Sequence[S] = ()  # Those that sit this step out, to go on with guesses once their latest token has come.
 
+    @property
+    def num_decoding(self) -> int:
+        """How many sequences go on from their latest tokens; each gets one, or with guesses that are right, more."""
+        return len(self.decoding) + len(self.drafts)
+
+    @property
+    def num_guesses(self) -> int:
+        """Tokens that are computed beside their latest ones."""
+        return sum(len(draft.token_ids) - 1 for draft in self.drafts.values())
+
     def num_repeats(self, num_running: int) -> int:
         """How many steps after this one are the same if none comes or leaves before its end: all must decode."""
         if len(self.decoding) < num_running or any(entry.request.grammar is not None for entry in self.decoding):

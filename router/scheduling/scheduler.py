@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic
 
-from router.drafting.speculation import Candidate, Speculation, Verified
+from router.drafting.speculation import Candidate, Drafting, Speculation, Verified
 from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
@@ -207,7 +207,7 @@ class Scheduler(Generic[S]):
             filled=filled,
             held=self._held(lane, {entry.id for entry in decoding} | drafts.keys() | chunks.keys()),
             extended=take_unsent(self.running[id] for id in chunks),
-            constrained=[e for e in concerned.values() if e.is_held],
+            constrained=[e for e in concerned.values() if e.is_held and e.continuation is not None],
             grown=grown,
             loaded=self._cache.take_loads() if self._cache.checkpoints is not None else {},
             kept=kept,
@@ -308,7 +308,8 @@ class Scheduler(Generic[S]):
         if self._lacks_blocks:
             decoding = [entry for entry in decoding if entry.num_scheduled < entry.granted]
         has_prompts = self.waiting or len(decoding) < len(running)
-        budget = self._prefill_budget(len(decoding)) if has_prompts else 0
+        guesses = lane.before.num_guesses if decoding and lane.before is not None else 0  # about as many as before
+        budget = self._prefill_budget(len(decoding) + guesses) if has_prompts else 0
         chunks: dict[int, int] = {}
         if self.ledger.is_contested:
             head = self._next_in_turn()
@@ -334,12 +335,12 @@ class Scheduler(Generic[S]):
 
     def timed(self, plan: StepPlan[S], seconds: float) -> None:
         """Learn how long the step took, from when it could begin to its reply."""
-        if plan.prefill_tokens and not (plan.decoding or plan.drafts or plan.restores):
+        if plan.prefill_tokens and not (plan.num_decoding or plan.restores):
             self._cache.tiers.took(plan.prefill_tokens, seconds)
             if self.speculation is not None:
                 self.speculation.costs.note_prompts(plan.prefill_tokens, seconds)
-        if isinstance(self._chunk, ChunkSize) and not (plan.restores or plan.drafts):
-            self._chunk.note(len(plan.decoding), plan.prefill_tokens, seconds)
+        if isinstance(self._chunk, ChunkSize) and not plan.restores:
+            self._chunk.note(plan.num_decoding + plan.num_guesses, plan.prefill_tokens, seconds)
 
     def failed(self, plan: StepPlan[S]) -> list[S]:
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
@@ -421,12 +422,15 @@ class Scheduler(Generic[S]):
             request = entry.request
             said = [*request.prediction, *request.prompt_ids] if request.prediction else request.prompt_ids
             entry.drafting = self.speculation.begin(said, entry.owner, request.cache_salt, most)
-        entry.drafting.came(entry.generated_ids[entry.num_told :])
-        entry.num_told = len(entry.generated_ids)
+        self._tell(entry, entry.drafting)
         if entry.id not in self.running or not (guess := entry.drafting.guess(most).token_ids):
             return ()
         self._lanes.all[entry.lane].num_repeats = 0
         return guess
+
+    def _tell(self, entry: S, drafting: Drafting) -> None:
+        drafting.came(entry.generated_ids[entry.num_told :])
+        entry.num_told = len(entry.generated_ids)
 
     def stepped(self, plan: StepPlan[S], seconds: float) -> None:
         """All that the step has brought is delivered: learn what guesses are worth."""
@@ -448,6 +452,7 @@ class Scheduler(Generic[S]):
     def finished(self, entry: S, *, is_cut: bool) -> None:
         """Its answer is complete. is_cut: only because its client wanted no more."""
         if entry.drafting is not None:
+            self._tell(entry, entry.drafting)
             entry.drafting.end()
         if self.forecast is not None:
             self.forecast.finished(entry, is_cut=is_cut)
@@ -469,11 +474,11 @@ class Scheduler(Generic[S]):
             self._release(entry)
         return leaving
 
-    def _prefill_budget(self, num_decoding: int) -> int:
+    def _prefill_budget(self, num_rows: int) -> int:
         """How many prompt tokens this step may compute: fewer while others decode, because their next tokens wait."""
-        if not num_decoding:
+        if not num_rows:
             return self.limits.max_batch_prefill_tokens
-        return self._chunk.tokens(num_decoding) if isinstance(self._chunk, ChunkSize) else self._chunk
+        return self._chunk.tokens(num_rows) if isinstance(self._chunk, ChunkSize) else self._chunk
 
     def _make_room(self) -> dict[int, S]:
         """Have others leave for the request that is next, if its key is entitled to that; by the ids that they had."""

@@ -66,7 +66,7 @@ class StepTrace:
             waiting_tokens=scheduler.ledger.waiting_tokens,
             num_admitted=len(plan.admitted),
             num_retired=len(plan.retired),
-            num_decoding=len(plan.decoding),
+            num_decoding=plan.num_decoding,
             prefill_tokens=plan.prefill_tokens,
             reserved_tokens=scheduler.reserved_tokens,
             free_blocks=scheduler.num_free_blocks,

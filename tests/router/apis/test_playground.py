@@ -297,3 +297,12 @@ async def test_only_the_last_steps_are_kept() -> None:
         batch = (await get(it, "/playground/batch")).json()
         assert batch_view.NUM_STEPS == len(batch["steps"])
         assert 3 * 59 == batch["decoded_tokens"]
+
+
+async def test_tokens_that_were_guessed_count_as_decoded() -> None:
+    shards = fake_shards(make_limits(speculate=6), next_token=lambda *_: 65, step_delay_s=0.005)
+    async with site(shards, speculate=6) as it:
+        await get(it, "/playground/batch")
+        assert 200 == (await it.post("/generate", "A" * 40, max_new_tokens=60)).status_code
+        assert any(request.drafts for request in shards.requests)
+        assert 59 == (await get(it, "/playground/batch")).json()["decoded_tokens"]

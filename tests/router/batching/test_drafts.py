@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -112,13 +113,15 @@ async def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
     """As `--speculate` does it, once guesses have turned out right."""
 
     def again(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
-        return token_ids[-7] if len(token_ids) > 7 else 65 + len(token_ids)
+        return token_ids[-7]
 
     steps = {}
     for speculate in (0, 6):
         limits = make_limits(speculate=speculate)
-        async with running(fake_shards(limits, next_token=again, step_delay_s=0.002), speculate=speculate) as at_work:
-            entry = at_work.batcher.submit(request_of(4, 60))
+        async with running(fake_shards(limits, next_token=again, step_delay_s=0.005), speculate=speculate) as at_work:
+            entry = at_work.batcher.submit(
+                request_of(40, 60)
+            )  # a long prompt: its tokens say what guesses cost at most
             assert tokens_alone(entry.request, next_token=again) == await token_ids_of(entry)
         steps[speculate] = len(at_work.traces)
         assert is_clean(at_work)
@@ -127,9 +130,50 @@ async def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
 
 @pytest.mark.parametrize("wanted", [None, 2, 0])
 async def test_a_request_may_want_fewer_guesses(wanted: int | None) -> None:
-    async with running(
-        fake_shards(make_limits(), next_token=lambda *_: 65, step_delay_s=0.002), speculate=6
-    ) as at_work:
+    async with running(fake_shards(make_limits(), next_token=lambda *_: 65, step_delay_s=0.01), speculate=6) as at_work:
         await token_ids_of(at_work.batcher.submit(request_of(40, 60, speculate=wanted)))
     guesses = [len(draft.token_ids) - 1 for request in at_work.shards.requests for draft in request.drafts]
     assert max(guesses, default=0) == (6 if wanted is None else wanted)
+
+
+class Told(Oracle):
+    """Takes its time for what the text went on with."""
+
+    seconds = 0.01
+
+    def __init__(self, request: ValidRequest) -> None:
+        super().__init__(request, random.Random(1))
+        self.left: list[int] = []  # tokens that it did not know at an end
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        time.sleep(self.seconds)
+        super().extend(token_ids)
+
+    def end(self) -> None:
+        self.left.append(len(self._coming))
+
+
+class Timed(Random):
+    """Has one drafter, and notes what steps with guesses took."""
+
+    def __init__(self, drafter: Told) -> None:
+        super().__init__([], 1)
+        self._drafter = drafter
+        self.times: list[float | None] = []
+
+    def begin(self, token_ids: Sequence[int], *args: Any) -> Drafting:
+        return Drafting(self._drafter, 6)
+
+    def stepped(self, plain: Any, verified: Any, others: int, seconds: float | None, held: Any = ()) -> None:
+        self.times += [seconds] * any(one.num_guesses for one in verified)
+
+
+async def test_a_step_with_guesses_takes_the_time_to_plan_it_and_the_last_one_is_told_too() -> None:
+    """Nothing is computed while such a step is planned; and what an answer ended with may come again."""
+    request = request_of(5, 30)
+    drafter = Told(request)
+    async with running(speculate=6) as at_work:
+        at_work.batcher._scheduler.speculation = speculation = Timed(drafter)
+        assert await token_ids_of(at_work.batcher.submit(request)) == tokens_alone(request)
+    assert speculation.times and min(seconds or 0 for seconds in speculation.times) >= drafter.seconds
+    assert drafter.left == [0]

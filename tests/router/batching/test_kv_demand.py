@@ -15,7 +15,7 @@ from router.scheduling import forecast
 from router.scheduling.answer_lengths import History
 from router.scheduling.fairness import MIN_ADVANCE, sent_away
 from router.scheduling.forecast import Forecast
-from router.scheduling.plan import StepPlan
+from router.scheduling.plan import Extension, StepPlan
 from router.scheduling.request import Entry, Finished, Scheduled, Token, ValidRequest
 from router.scheduling.scheduler import Scheduler
 from tests.router.batching.test_batcher import is_clean
@@ -192,6 +192,11 @@ def test_what_is_owed_is_no_more_than_the_cache_and_not_forgiven_by_its_own_comp
     forecast.came_back(entry)
     forecast.planned(StepPlan(2, prefill_tokens=100))
     assert pytest.approx(100 - lent) == forecast.owed
+    owed = forecast.owed
+    forecast.planned(StepPlan(3, drafts={n: Extension(0, [1, 2], []) for n in range(100)}))
+    forgiven = owed - forecast.owed
+    forecast.planned(StepPlan(4, decoding=[entry] * 100))
+    assert 0 < forgiven == pytest.approx(owed - forgiven - forecast.owed)
 
 
 @pytest.mark.parametrize("is_bounded", [True, False])

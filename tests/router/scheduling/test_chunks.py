@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from router.batching.batcher import Batcher
 from router.scheduling.chunks import CHUNKS, FINE_CHUNKS, FIRST_CHUNKS, OWN_STEPS, ChunkSize, StepTimes
+from router.scheduling.plan import Extension, StepPlan
+from router.scheduling.request import Scheduled
+from router.scheduling.scheduler import Scheduler
 from router.shards.client import StepRequest
 from router.telemetry.metrics import Metrics, StepTrace
 from tests.router.doubles import byte_tokenizer, make_limits, request_of, token_ids_of
@@ -236,3 +239,18 @@ def test_the_batching_loop_learns_from_its_steps() -> None:
     mixed = [trace.prefill_tokens for trace in traces if trace.num_decoding and trace.prefill_tokens]
     assert mixed[0] == FIRST_CHUNKS[0]  # while nothing is known
     assert set(mixed[len(FIRST_CHUNKS) :]) == {64, 1500 % 64}  # 91 would fit
+
+
+def test_steps_with_guesses_are_learnt_from() -> None:
+    """Their rows cost what others cost: else no chunk were small enough for as long as all steps have guesses."""
+    scheduler: Scheduler[Scheduled] = Scheduler(
+        make_limits(prefill_chunk="auto", max_inter_token_ms=50, max_batch_prefill_tokens=MOST)
+    )
+    took, seconds = [], cost_of(20, 0.5, 0.2)
+    for number in range(2 * len(FIRST_CHUNKS)):
+        plan = StepPlan[Scheduled](
+            number, drafts={1: Extension(5, [1] * 9, ())}, prefill_tokens=scheduler._prefill_budget(9)
+        )
+        took.append(seconds(9, plan.prefill_tokens))
+        scheduler.timed(plan, took[-1])
+    assert max(took[len(FIRST_CHUNKS) :]) <= 0.05 < took[0]
