@@ -420,7 +420,7 @@ class Scheduler(Generic[S]):
         if entry.drafting is None:
             request = entry.request
             said = [*request.prediction, *request.prompt_ids] if request.prediction else request.prompt_ids
-            entry.drafting = self.speculation.begin(said, entry.owner, request.cache_salt, most)
+            entry.drafting = self.speculation.begin(said, entry.key_name, request.cache_salt, most)
         entry.drafting.came(entry.generated_ids[entry.num_told :])
         entry.num_told = len(entry.generated_ids)
         if entry.id not in self.running or not (guess := entry.drafting.guess(most).token_ids):
