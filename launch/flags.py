@@ -177,7 +177,7 @@ def _settings_row(setting: Setting) -> str:
     variables = [v for name in setting.names if (v := setting.variable(name))]
     unit = setting.metadata.get("unit") or ("true or false" if setting.kind is bool else "")
     if words := setting.metadata.get("words"):
-        unit = " or ".join((unit, *words))
+        unit = " or ".join(filter(None, (unit, *words)))
     if "choices" in setting.metadata:
         unit = f"{unit}: ".lstrip(": ") + ", ".join(str(choice) for choice in setting.metadata["choices"])
     cells = (_code(flags), _code(variables) or "–", unit, setting.default_text)

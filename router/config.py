@@ -202,7 +202,8 @@ class RouterConfig:
             "help": "Where guesses come from: ngram looks for the last tokens earlier in the same request, suffix also "
             "in answers to earlier requests of the same API key. auto is suffix.",
             "words": ("auto", "ngram", "suffix"),
-            "when": "ngram, if answers to earlier requests say nothing of later ones.",
+            "when": "ngram, if answers to earlier requests say nothing of later ones, or if clients of one key must "
+            "not learn others' answers by timing.",
         },
     )
     state_checkpoint_tokens: int = field(

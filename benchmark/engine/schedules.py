@@ -454,7 +454,7 @@ async def generate_diagonally(
     def take(reply: StepReply, number: int) -> None:
         if reply.error:
             raise BenchError(f"a step failed on the shards: {reply.error}")
-        if mistake := mistake_in(reply, number, vocab_size):
+        if mistake := mistake_in(reply, number, vocab_size, drafts={}):
             raise ShardError(0, mistake)
         for id, token_id in zip(reply.ids, reply.token_ids, strict=True):
             tokens[id - 1].append(token_id)

@@ -244,7 +244,8 @@ class Batcher:
             may_send = self._awaits_others and len(self._under_way) < self._most_under_way
             if (reply := await self._replies.next(self._work if may_send else None)) is None:
                 return True  # a sequence that was held may go on before it comes
-            if mistake := mistake_in(reply, self._under_way[0].plan.number, self.limits.vocab_size):
+            due = self._under_way[0].plan
+            if mistake := mistake_in(reply, due.number, self.limits.vocab_size, due.drafts):
                 raise ShardError(0, mistake)
             self._deliver(self._under_way.popleft(), reply)
         elif self._is_draining and not self._awaits_others:

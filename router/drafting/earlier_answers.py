@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ Owner = tuple[str, str]  # the name of an API key, and a cache salt
 
 MOST_TOKENS = 1 << 17  # of all answers; with those that have left but are still indexed, 5 MiB
 LARGEST_SHARE = 8  # no answer takes more than one in so many of them
+SHORTEST = 16  # tokens of an answer on average: shorter ones are kept in no greater number, each may have an owner
 USED = 8  # tokens of an answer that must be found again for it to count as used
 END = -1  # behind each answer: no token
 
@@ -54,7 +56,8 @@ class EarlierAnswers:
         self.num_tokens = 0
         self._most_tokens = most_tokens
         self._shelves: dict[Owner, _Shelf] = {}
-        self._used: dict[_Answer, None] = {}  # the one used last at the end
+        # The one used last at the end. Of a plain dict, finding the first takes as long as how many have left.
+        self._used: OrderedDict[_Answer, None] = OrderedDict()
 
     def add(self, owner: Owner, token_ids: Sequence[int]) -> None:
         """Remember an answer, with what was said just before it."""
@@ -66,7 +69,7 @@ class EarlierAnswers:
         shelf.num_tokens += answer.length
         self._used[answer] = None
         self.num_tokens += answer.length
-        while self.num_tokens > self._most_tokens:
+        while self.num_tokens > self._most_tokens or len(self._used) > self._most_tokens // SHORTEST:
             self._drop(next(iter(self._used)))
 
     def _drop(self, answer: _Answer) -> None:
@@ -99,8 +102,7 @@ class EarlierAnswers:
     def _use(self, shelf: _Shelf, place: int) -> None:
         answer = shelf.answers[bisect_right(shelf.answers, place - 1, key=lambda answer: answer.start) - 1]
         if answer.is_here:
-            del self._used[answer]
-            self._used[answer] = None
+            self._used.move_to_end(answer)
 
 
 def most_frequent(tokens: array[int], places: list[int], most: int) -> tuple[tuple[int, ...], float]:

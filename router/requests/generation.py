@@ -170,6 +170,7 @@ class Generator:
                 one = replace(one, priority=0)
             entry = self._batcher.submit(one, owner=owner, weight=weight, route=caller.route, known=tokens)
             entry.request_id = request_id
+            entry.key_name = "" if account is None else account.name
             opened.entries.append(entry)
 
 

@@ -228,7 +228,8 @@ class Scheduled:
     request: ValidRequest
     cancelled: bool = False  # The reader of its events sets it when the client has gone.
     is_over: bool = False  # Its last event is out or it was cancelled, so that tokens that still come are dropped.
-    owner: str = ""  # The name of the API key that it came with.
+    owner: str = ""  # The name of the API key that it came with, where keys share the server.
+    key_name: str = ""  # The same where it is the only key too: another one may take its place.
     weight: float = 1.0  # Of that key: how much of the batch it is entitled to, beside others.
     route: str = ""  # By which it came: answers of one are more alike than those of all.
 

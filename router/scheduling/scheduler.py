@@ -421,7 +421,7 @@ class Scheduler(Generic[S]):
         if entry.drafting is None:
             request = entry.request
             said = [*request.prediction, *request.prompt_ids] if request.prediction else request.prompt_ids
-            entry.drafting = self.speculation.begin(said, entry.owner, request.cache_salt, most)
+            entry.drafting = self.speculation.begin(said, entry.key_name, request.cache_salt, most)
         self._tell(entry, entry.drafting)
         if entry.id not in self.running or not (guess := entry.drafting.guess(most).token_ids):
             return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from router.scheduling.grammar import Continuation, Mask
@@ -196,8 +197,8 @@ def token_mask(mask: Mask, places: Sequence[tuple[int, int]]) -> TokenMask:
     return found
 
 
-def mistake_in(reply: StepReply, step: int, vocab_size: int) -> str | None:
-    """What no sound shard answers to a step; None where there is nothing of the kind."""
+def mistake_in(reply: StepReply, step: int, vocab_size: int, drafts: Mapping[int, Extension]) -> str | None:
+    """What no sound shard answers to a step with these drafts; None where there is nothing of the kind."""
     if reply.step != step:
         return f"answered step {reply.step} when step {step} was due"
     num_tokens, num_tops = len(reply.ids), sum(reply.top_counts)
@@ -206,6 +207,10 @@ def mistake_in(reply: StepReply, step: int, vocab_size: int) -> str | None:
         return f"answered step {reply.step} with columns of different lengths"
     if num_tokens and max(reply.token_ids) >= vocab_size:
         return f"generated token {max(reply.token_ids)} of a vocabulary of {vocab_size}"
+    if len(set(reply.ids)) < num_tokens:
+        for id, count in Counter(reply.ids).items():
+            if count > (most := len(drafts[id].token_ids) if id in drafts else 1):
+                return f"answered step {reply.step} with {count} tokens of sequence {id}, which could get {most}"
     for prompt in reply.prompt:
         num_top = len(prompt.top_ids)
         if num_top != len(prompt.top_logprobs) or num_top % (len(prompt.logprobs) or num_top or 1):

@@ -300,3 +300,12 @@ async def test_a_greedy_key_leaves_permits_and_the_batch_to_another(tmp_path: Pa
         assert 1 == len(texts)  # all asked for the same, one of them in two parts
         assert 1 == await metric(it, "tgi_request_preempted", AS_BOB)
         assert 8 == await metric(it, 'tgi_key_refused{key="alice",limit="share"}', AS_BOB)
+
+
+async def test_earlier_answers_belong_to_a_key_even_if_it_is_the_only_one(tmp_path: Path) -> None:
+    """Another key may take its place while the server runs: nothing is guessed from answers to the first one."""
+    async with site(fake_shards(make_limits(speculate=4)), config=keyed(tmp_path, ALICE), speculate=4) as it:
+        assert 200 == (await it.http.post("/generate", json=asked(20), headers=AS_ALICE)).status_code
+        speculation = it.batcher._scheduler.speculation
+        assert speculation is not None and speculation._answers is not None
+        assert [("alice", "")] == list(speculation._answers._shelves)

@@ -6,7 +6,7 @@ from array import array
 from random import Random
 
 from router.drafting.drafter import NOTHING, SuffixDrafter
-from router.drafting.earlier_answers import LARGEST_SHARE, EarlierAnswers, most_frequent
+from router.drafting.earlier_answers import LARGEST_SHARE, MOST_TOKENS, SHORTEST, EarlierAnswers, most_frequent
 
 OURS = ("key", "salt")
 ANSWER = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -79,3 +79,13 @@ def test_tokens_are_bounded_and_what_is_kept_is_found() -> None:
     for answer in answers._used:
         tokens = answers._shelves[answer.owner].index.token_ids[answer.start : answer.start + answer.length]
         assert tokens[-1] == -1 and -1 not in tokens[:-1]
+
+
+def test_short_answers_are_bounded_in_number_since_each_may_have_an_owner() -> None:
+    answers = EarlierAnswers()
+    for number in range(MOST_TOKENS // 3):
+        answers.add(("", f"salt {number}"), [1, 2])
+    assert MOST_TOKENS // SHORTEST == len(answers._used) == len(answers._shelves)
+    for _ in range(LARGEST_SHARE):
+        answers.add(OURS, range(MOST_TOKENS))
+    assert len(answers._shelves) <= 2
