@@ -19,6 +19,7 @@ ROOM_FOR_ANSWER = 1024  # behind a longest prompt that was given for such a mode
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
 KV_ADMISSIONS = ("demand", "reserve")
+SPECULATIVE_METHODS = ("auto", "ngram", "suffix")
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_GUESSES = 16  # of one request in a step
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
@@ -196,12 +197,12 @@ class RouterConfig:
             "device is not busy with many of them.",
         },
     )
-    speculative_method: Literal["auto", "ngram", "suffix"] = field(
+    speculative_method: str = field(
         default="auto",
         metadata={
             "help": "Where guesses come from: ngram looks for the last tokens earlier in the same request, suffix also "
             "in answers to earlier requests of the same API key. auto is suffix.",
-            "words": ("auto", "ngram", "suffix"),
+            "choices": SPECULATIVE_METHODS,
             "when": "ngram, if answers to earlier requests say nothing of later ones, or if clients of one key must "
             "not learn others' answers by timing.",
         },

@@ -34,16 +34,19 @@ OPTIONS: Mapping[str, str] = {
     "--cont-batching -cb --flash-attn -fa --enable-reasoning --enable-expert-parallel": "always on: leave it out",
     "--served-model-name --alias -a": "any `model` is accepted: leave it out",
     "--tokenizer --tokenizer-path --tokenizer-mode --load-format": "it is the model's: leave it out",
-    "--attention-backend --block-size --page-size --swap-space --distributed-executor-backend --schedule-policy": (
-        "the server chooses: leave it out"
-    ),
+    "--attention-backend --block-size --page-size --swap-space --distributed-executor-backend --schedule-policy "
+    "--draft-min --draft-p-min --speculative-num-steps --speculative-eagle-topk": ("the server chooses: leave it out"),
     "--disable-log-requests": "--log-level warn",
     "--seed --random-seed --temp --n-predict -n --generation-config": "each request says it: leave it out",
     "--uvicorn-log-level": "--log-level",
     "--allowed-origins": "--cors-allow-origin",
     "--enable-lora --lora-modules --lora-paths --lora": "adapters are not served: merge them",
-    "--speculative-config --speculative-algorithm --draft-max --draft": "--speculate, with guesses from texts alone",
-    "--speculative-draft-model-path --model-draft -md": "there are no draft models: --speculate guesses from texts",
+    "--speculative-config -sc --speculative-algorithm --speculative-num-draft-tokens --draft-max --draft --draft-n": (
+        "--speculate, with guesses from texts alone"
+    ),
+    "--speculative-model --speculative-draft-model-path --model-draft -md --hf-repo-draft -hfd": (
+        "there are no draft models: --speculate guesses from texts"
+    ),
     "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file": "a proxy in front speaks TLS",
     "--embedding --embeddings --is-embedding": "there are no embeddings",
 }

@@ -104,6 +104,7 @@ class InfoBody(TypedDict):
     max_waiting_tokens: int
     max_batch_size: int | None
     kv_admission: str
+    speculate: int
     max_client_batch_size: int
     validation_workers: int
     num_shard: int
@@ -146,6 +147,7 @@ def info_body(services: Services, defaults: dict[str, Any]) -> InfoBody:
         "max_waiting_tokens": limits.max_waiting_tokens,
         "max_batch_size": limits.max_batch_size,
         "kv_admission": limits.kv_admission,
+        "speculate": limits.speculate,
         "max_client_batch_size": config.max_client_batch_size,
         "validation_workers": config.validation_workers,
         "num_shard": model.world_size,

@@ -88,9 +88,7 @@ class StepPlan(NamedTuple, Generic[S]):
     loaded: Mapping[int, Loaded] = NOTHING  # What those admitted go on from, beside the blocks of their prefixes.
     copies: Sequence[WindowCopy] = ()  # What goes from rings to blocks before the step is computed.
     kept: Mapping[int, Sequence[int]] = NOTHING  # Blocks that states go to when the step is computed.
-    drafts: Mapping[int, Extension] = (
-        NOTHING  # Running sequences with guesses: each gets a token, or more if they are right.
-    )
+    drafts: Mapping[int, Extension] = NOTHING  # Running sequences with guesses: each gets a token, or some of these.
     awaiting: Sequence[S] = ()  # Those that sit this step out, to go on with guesses once their latest token has come.
 
     @property

@@ -137,6 +137,9 @@ def test_setting_and_alias_together_are_refused() -> None:
             for name, remedy in QUANTIZE_REFUSED.items()
         ),
         (["--quantize-head", "int4"], {}, "--quantize-head is int4: give one of int8, none"),
+        (["--speculative-method", "foo"], {}, "--speculative-method is foo: give one of auto, ngram, suffix"),
+        (["--speculate", "17"], {}, "--speculate is 17: the largest allowed value is 16"),
+        ([], {"SPECULATE": "x"}, "--speculate is x: give a whole number (from environment SPECULATE)"),
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of auto, 1, 2, 4, 8"),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
         (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),
@@ -224,3 +227,4 @@ def test_every_public_setting_has_a_group_and_all_its_texts() -> None:
     assert {f.name for f in declared} == set(public_settings())
     assert [] == [f.name for f in declared if not f.metadata.get("when")]
     assert [] == [f.name for f in declared if f.default is None and "default" not in f.metadata]
+    assert {s.kind for s in public_settings().values()} <= {bool, int, float, str, tuple}

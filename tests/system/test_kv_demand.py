@@ -44,6 +44,8 @@ ARRANGEMENTS: tuple[tuple[str, ...], ...] = (
     ("--pipeline-parallel", "2"),
     ("--num-shard", "2"),
 )
+# Names, times, and how an answer came about.
+OF_ITS_OWN = ("id", "created", "prompt_tokens_details", "completion_tokens_details")
 Asked = tuple[str, dict[str, Any]]
 
 
@@ -129,7 +131,7 @@ def bare(answer: Any) -> Any:
         return [bare(one) for one in answer]
     if not isinstance(answer, dict):
         return answer
-    return {key: bare(value) for key, value in answer.items() if key not in ("id", "created", "prompt_tokens_details")}
+    return {key: bare(value) for key, value in answer.items() if key not in OF_ITS_OWN}
 
 
 def answers_and_metrics(

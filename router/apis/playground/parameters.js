@@ -13,6 +13,7 @@ const GROUPS = [
     { native: "truncate", label: "Truncate prompt to", kind: "integer", min: 1, unset: "off", unit: "tokens" },
     { native: "stop", chat: "stop", label: "Stop sequences", kind: "lines", unset: "one a line" },
     { native: "stop_token_ids", chat: "stop_token_ids", label: "Stop token ids", kind: "integers", unset: "2, 50256" },
+    { native: "speculate", chat: "speculate", label: "Guesses in a step", kind: "integer", min: 0, unset: "as the server" },
     { native: "ignore_eos", chat: "ignore_eos", label: "Ignore end tokens", kind: "switch" },
   ]],
   ["Sampling", [

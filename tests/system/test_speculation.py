@@ -1,0 +1,73 @@
+"""A real server that guesses what texts go on with: its answers are those of one that guesses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.running import Server
+from tests.system.test_kv_demand import FLAGS, LONGEST, ROOM, Asked, bare, requests_of
+
+TEXT = "The little fox walked along the river and found a ball. " * 4
+LOOP = {"max_new_tokens": 150, "details": True, "ignore_eos": True}
+
+
+def repeating() -> list[Asked]:
+    """Prompts that repeat themselves, whose answers soon do, and others that were answered before."""
+    found: list[Asked] = []
+    for number in range(3):
+        found.append(("/generate", {"inputs": TEXT[: 100 + 40 * number], "parameters": LOOP}))
+        drawn = {"prompt": TEXT[: 120 + 40 * number], "model": "demo", "max_tokens": 120, "temperature": 0.3}
+        found.append(("/v1/completions", drawn | {"seed": number, "ignore_eos": True, "logprobs": 2}))
+    return found * 2
+
+
+async def answers(server: Server, requests: Sequence[Asked], at_once: int, num_kills: int) -> list[Any]:
+    """To all, so many at a time, with a shard killed after every fourth part of them."""
+    turns = asyncio.Semaphore(at_once)
+
+    async def ask(client: httpx2.AsyncClient, path: str, asked: dict[str, Any]) -> Any:
+        async with turns:
+            return bare((await client.post(path, json=asked)).json())
+
+    async with httpx2.AsyncClient(base_url=server.url, timeout=900) as client:
+        asking = [asyncio.create_task(ask(client, *request)) for request in requests]
+        for number in range(num_kills):
+            while sum(task.done() for task in asking) < len(requests) * (number + 1) // 4:
+                await asyncio.sleep(0.02)
+            shards = server.shards()
+            os.kill(shards[number % len(shards)], signal.SIGKILL)
+        return await asyncio.gather(*asking)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens", "num_kills"),
+    [
+        ((), LONGEST, 0),
+        pytest.param(("--num-shard", "2"), ROOM, 2, marks=pytest.mark.rest),
+        pytest.param(
+            ("--pipeline-parallel", "2", "--speculative-method", "ngram"), 2 * LONGEST, 2, marks=pytest.mark.rest
+        ),
+    ],
+    ids=["a small cache", "two shards that die", "two stages that die"],
+)
+def test_answers_are_those_without_guesses(flags: tuple[str, ...], tokens: int, num_kills: int) -> None:
+    requests = [*requests_of(9, 5), *repeating()]
+    with Server(*FLAGS, str(ROOM), *flags) as server:
+        expected = asyncio.run(answers(server, requests, 99, 0))
+        assert 0 == server.metrics()["tgi_request_guessed_tokens"]
+    with Server(*FLAGS, str(tokens), *flags, "--speculate", "8") as server:
+        assert 8 == httpx2.get(f"{server.url}/info").json()["speculate"]
+        got = asyncio.run(answers(server, requests, 4, num_kills))
+        metrics = server.metrics()
+    assert not [answer for answer in expected if "error" in answer]
+    assert expected == got
+    guessed, right = metrics["tgi_request_guessed_tokens"], metrics["tgi_request_right_guesses"]
+    assert guessed >= right > 50
+    assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"]) and not metrics["tgi_queue_size"]
