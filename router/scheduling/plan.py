@@ -123,7 +123,7 @@ class Lane(Generic[S]):
         self.number = number
         self.size = 0  # sequences in it
         self.under_way = 0  # steps that were planned and not answered
-        self.has_drafts = False  # whether one of those has drafts, so that what comes next is not known yet
+        self.has_guesses = False  # whether one of those has any, so that what comes next is not known yet
         self.steps_since_admission = 0
         self.before: StepPlan[S] | None = None  # its latest step that was not a repetition
         self.num_repeats = 0  # how many steps may be the same as that one, if none comes or leaves before its end
@@ -139,7 +139,7 @@ class Lane(Generic[S]):
     def planned(self, plan: StepPlan[S]) -> None:
         """Its next step."""
         self.before, self.num_repeats = plan, plan.num_repeats(self.size)
-        self.has_drafts = bool(plan.drafts)
+        self.has_guesses = plan.num_guesses > 0
 
 
 class Lanes(Generic[S]):
@@ -155,11 +155,11 @@ class Lanes(Generic[S]):
     def turns(self) -> Iterator[Lane[S]]:
         """The lanes that may have another step, in turn. `taken` has to be told of the one whose step is taken."""
         if len(self.all) == 1:  # how many steps it has under way, the batching loop bounds
-            if not self.all[0].has_drafts:
+            if not self.all[0].has_guesses:
                 yield self.all[0]
             return
         for lane in self.all[self._turn :] + self.all[: self._turn]:
-            if lane.under_way < MOST_UNDER_WAY and not lane.has_drafts:
+            if lane.under_way < MOST_UNDER_WAY and not lane.has_guesses:
                 yield lane
 
     def taken(self, lane: Lane[S]) -> None:
@@ -171,8 +171,8 @@ class Lanes(Generic[S]):
         """The oldest step under way, this one, has been answered."""
         lane = self.all[plan.lane]
         lane.under_way -= 1
-        if plan.drafts:
-            lane.has_drafts = False
+        if plan.num_guesses:
+            lane.has_guesses = False
 
     def places(self, lane: Lane[S], waiting: int) -> int | None:
         """How many may join a lane, of so many that wait, so that all are about as full; None: any number."""
@@ -184,7 +184,7 @@ class Lanes(Generic[S]):
     def restart(self) -> None:
         """The shards have lost everything that was under way."""
         for lane in self.all:
-            lane.under_way, lane.has_drafts = 0, False
+            lane.under_way, lane.has_guesses = 0, False
 
 
 def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int]:
