@@ -302,7 +302,8 @@ def _try_out(model: PreTrainedModel) -> None:
             cache = output.past_key_values
     except UNREADABLE as error:
         raise ValueError(
-            f"{type(model).__name__} fails at what config.json says of it ({first_line(error)}): download it again"
+            f"transformers fails where {type(model).__name__} continues a prompt ({first_line(error)}): config.json is "
+            "damaged, or transformers itself cannot run this model"
         ) from error
 
 

@@ -30,14 +30,20 @@ MOST_PARAMETERS = 30_000_000
 # What configs call their sizes, beside `LLAMA_SIZES`.
 SIZES: dict[str, Any] = {
     "head_dim": 8, "n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 256, "rotary_dim": 4, "d_model": 64,
-    "num_layers": 3, "num_heads": 8, "ffn_dim": 96, "attention_heads": 8, "n_inner": 96, "rotary_pct": 1.0,
+    "num_layers": 3, "encoder_layers": 3, "decoder_layers": 3, "num_heads": 8, "ffn_dim": 96, "attention_heads": 8,
+    "n_inner": 96, "rotary_pct": 1.0,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
     "n_shared_experts": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "moe_num_experts": 4, "moe_k": 2, "sliding_window": 9, "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 103, "global_head_dim": 8, "attention_types": [[["global", "local"], 2]],
 }  # fmt: skip
-CHANGED: dict[str, dict[str, Any]] = {"gpt_neo": {"num_hidden_layers": 4, "num_layers": 4}}
+# The last layers of hybrids attend, as some of every checkpoint's do.
+HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+CHANGED: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"num_hidden_layers": 4, "num_layers": 4}, "bamba": {"attn_layer_indices": [2]},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 2}, "bailing_hybrid": HYBRID, "kimi_linear": HYBRID,
+}  # fmt: skip
 LATENT = {"num_key_value_heads": 8}  # where keys and values are expanded from one row, for every head
 
 
