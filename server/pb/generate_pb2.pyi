@@ -11,7 +11,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason", "kv_cache_dtype", "offloaded", "takes_drafts", "has_tiers")
+    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason", "kv_cache_dtype", "offloaded", "takes_drafts", "has_tiers", "most_proposals", "proposes")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,8 @@ class InfoReply(_message.Message):
     OFFLOADED_FIELD_NUMBER: _ClassVar[int]
     TAKES_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     HAS_TIERS_FIELD_NUMBER: _ClassVar[int]
+    MOST_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSES_FIELD_NUMBER: _ClassVar[int]
     model_type: str
     dtype: str
     dtype_reason: str
@@ -56,7 +58,9 @@ class InfoReply(_message.Message):
     offloaded: str
     takes_drafts: bool
     has_tiers: bool
-    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., takes_drafts: _Optional[bool] = ..., has_tiers: _Optional[bool] = ...) -> None: ...
+    most_proposals: int
+    proposes: str
+    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., takes_drafts: _Optional[bool] = ..., has_tiers: _Optional[bool] = ..., most_proposals: _Optional[int] = ..., proposes: _Optional[str] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("max_batch_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "useful_tokens", "max_top_n_tokens", "max_sequences", "may_be_shorter")
@@ -345,7 +349,7 @@ class TokenMask(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks", "copied_ids", "copied_places", "copied_blocks", "loaded_places", "drafts")
+    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks", "copied_ids", "copied_places", "copied_blocks", "loaded_places", "drafts", "proposals", "proposed_ids")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +378,8 @@ class StepRequest(_message.Message):
     COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOADED_PLACES_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_IDS_FIELD_NUMBER: _ClassVar[int]
     step: int
     retire: _containers.RepeatedScalarFieldContainer[int]
     add: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -402,10 +408,12 @@ class StepRequest(_message.Message):
     copied_blocks: _containers.RepeatedScalarFieldContainer[int]
     loaded_places: _containers.RepeatedScalarFieldContainer[int]
     drafts: _containers.RepeatedCompositeFieldContainer[Extension]
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ...) -> None: ...
+    proposals: int
+    proposed_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., proposals: _Optional[int] = ..., proposed_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer")
+    __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer", "proposal_ids", "proposal_counts", "proposal_tokens", "proposal_logprobs", "propose_ns")
     STEP_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +426,11 @@ class StepReply(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FAILED_RANK_FIELD_NUMBER: _ClassVar[int]
     LOST_PEER_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSE_NS_FIELD_NUMBER: _ClassVar[int]
     step: int
     ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -430,7 +443,12 @@ class StepReply(_message.Message):
     error: str
     failed_rank: int
     lost_peer: bool
-    def __init__(self, step: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., error: _Optional[str] = ..., failed_rank: _Optional[int] = ..., lost_peer: _Optional[bool] = ...) -> None: ...
+    proposal_ids: _containers.RepeatedScalarFieldContainer[int]
+    proposal_counts: _containers.RepeatedScalarFieldContainer[int]
+    proposal_tokens: _containers.RepeatedScalarFieldContainer[int]
+    proposal_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    propose_ns: int
+    def __init__(self, step: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., prompt: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., error: _Optional[str] = ..., failed_rank: _Optional[int] = ..., lost_peer: _Optional[bool] = ..., proposal_ids: _Optional[_Iterable[int]] = ..., proposal_counts: _Optional[_Iterable[int]] = ..., proposal_tokens: _Optional[_Iterable[int]] = ..., proposal_logprobs: _Optional[_Iterable[float]] = ..., propose_ns: _Optional[int] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("id", "logprobs", "top_ids", "top_logprobs")
