@@ -7,8 +7,8 @@ clients leave or give up at deadlines while the latter answer; `--room 512` give
 `--model FOLDER` serves another model, and any further flags go to all the launchers. It prints a JSON object for each
 server and ends with 1 if an answer was another one.
 
-What was lost with a router is asked for again: its connections die with it. Guesses are tried wherever there are any, as
-if rows cost nothing (`tests/faults/sitecustomize.py`), unless `--measured` has the server decide by what it measures.
+What was lost with a router is asked for again: its connections die with it. Guesses are tried wherever there are any,
+whatever they cost (`tests/faults/sitecustomize.py`); with `--measured` the server decides by what it measures.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.system.test_kv_demand import OF_ITS_OWN, TOOL, schema
 
 KEYS = ("greedy", "modest")
 KEY = {"authorization": f"Bearer {KEYS[0]}-secret"}
-LONGEST = 512
+LONGEST, ROOM = 512, 16_384  # tokens of a request, and of a KV cache in which many run
 FLAGS = (
     *("--max-total-tokens", str(LONGEST), "--max-input-length", "400", "--max-concurrent-requests", "9999"),
     *("--max-deaths", "9999", "--max-client-batch-size", "8"),
@@ -328,8 +328,9 @@ def served(
     """What a server of its own answers, and its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         keys = ("--api-keys-file", str(keys_file(Path(folder), *KEYS)))
-        paths = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults'}:{ROOT}"}
-        env = {} if is_measured else paths | {"LOCKSTEP_TEST_GUESSES": "all"}
+        number = Path(folder) / "number"
+        number.write_text("auto" if is_measured else "8")
+        env = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults'}:{ROOT}", "LOCKSTEP_TEST_GUESSES": str(number)}
         with Server(*FLAGS, *keys, *flags, env=env) as server:
             answers, asked_again = asyncio.run(answers_amid(server, requests, troubles, at_once, seed))
             return answers, metrics_at_rest(server) | {"asked again": asked_again}
@@ -376,39 +377,42 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of the servers that guess")
     parser.add_argument("--trouble", nargs="*", choices=(*TROUBLES, LEAVE), default=[])
     parser.add_argument("--measured", action="store_true", help="guess where that pays")
-    parser.add_argument("--room", type=int, default=16_384, help="tokens of the KV cache of the servers that guess")
+    parser.add_argument("--room", type=int, default=ROOM, help="tokens of the KV cache of the servers that guess")
     args, flags = parser.parse_known_args()
     requests = requests_of(args.requests, args.seed)
-    roomy = ("--max-batch-total-tokens", "16384")
+    expected, _ = served(requests, "--max-batch-total-tokens", str(ROOM), *flags, at_once=args.at_once)
+    num_errors = sum("error" in answer for answer in expected)
+    print(json.dumps({"without guesses": len(expected), "errors": num_errors}), flush=True)
+    servers = [(stages, method) for stages in args.stages for method in args.methods]
+    num_wrong = sum(_wrong(args, flags, requests, expected, *server) for server in servers)
+    return bool(num_errors + num_wrong)
+
+
+def _wrong(
+    args: argparse.Namespace,
+    flags: Sequence[str],
+    requests: Sequence[Asked],
+    expected: Sequence[Any],
+    stages: int,
+    method: str,
+) -> int:
+    """Print what comes of a server that guesses; how much of that is wrong."""
     began = time.monotonic()
-    expected, _ = served(requests, *roomy, *flags, at_once=args.at_once)
-    errors = [answer for answer in expected if "error" in answer]
-    print(
-        json.dumps({"without": len(expected), "errors": errors[:3], "s": round(time.monotonic() - began)}), flush=True
+    own = ("--speculate", "8", "--speculative-method", method, "--pipeline-parallel", str(stages))
+    got, metrics = served(
+        requests,
+        *("--max-batch-total-tokens", str(args.room), *own, *flags),
+        troubles=args.trouble,
+        at_once=args.at_once,
+        seed=args.seed,
+        is_measured=args.measured,
     )
-    num_wrong = len(errors)
-    for stages in args.stages:
-        for method in args.methods:
-            began = time.monotonic()
-            own = ("--speculate", "8", "--speculative-method", method, "--pipeline-parallel", str(stages))
-            room = ("--max-batch-total-tokens", str(args.room))
-            got, metrics = served(
-                requests,
-                *(*room, *own, *flags),
-                troubles=args.trouble,
-                at_once=args.at_once,
-                seed=args.seed,
-                is_measured=args.measured,
-            )
-            told = compare(expected, got, metrics)
-            num_wrong += told["others"] + bool(told["left"])
-            print(
-                json.dumps({"method": method, "stages": stages} | told | {"s": round(time.monotonic() - began)}),
-                flush=True,
-            )
-            for number in told["the first"][:3]:
-                print(json.dumps([requests[number].body, expected[number], got[number]])[:4000], flush=True)
-    return bool(num_wrong)
+    told = compare(expected, got, metrics)
+    seconds = round(time.monotonic() - began)
+    print(json.dumps({"method": method, "stages": stages} | told | {"seconds": seconds}), flush=True)
+    for number in told["the first"][:3]:
+        print(json.dumps([requests[number].body, expected[number], got[number]])[:4000], flush=True)
+    return int(told["others"] + bool(told["left"]))
 
 
 if __name__ == "__main__":
