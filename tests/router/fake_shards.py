@@ -108,6 +108,8 @@ class FakeShardedClient:
     renewals: int = 0  # how often other shards take the place of those that died
     renewed_tokens: int | None = None  # of the KV cache of those; None: the same
     lends_blocks: bool = False  # whether tables name blocks that others have until they are written to
+    propose: Callable[[Sequence[int], int, int], tuple[Sequence[int], Sequence[float]]] | None = None
+    propose_delay_s: float = 0.0  # for each token that is proposed, and once more
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -195,7 +197,8 @@ class FakeShardedClient:
         self._num_steps += 1
         self._total_steps += 1
         _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
-        self._busy_until = max(self.clock(), self._busy_until) + self.step_delay_s
+        proposing = (1 + request.proposals) * self.propose_delay_s if request.proposals else 0.0
+        self._busy_until = max(self.clock(), self._busy_until) + self.step_delay_s + proposing
         self._replies.append((self._busy_until, self._run(request), request.lane))
         of_lane = sum(lane == request.lane for _, _, lane in self._replies)
         _require(of_lane <= 2, f"more than two requests of lane {request.lane} under way")
@@ -278,7 +281,29 @@ class FakeShardedClient:
         _require({id for id, _ in masks} <= {*reply.ids, *self._gone}, "a mask for a sequence that gets no token")
         for id, blocks in self._blocks_of_states(request.kept_ids, request.kept_blocks):
             self._keep(id, blocks)
+        self._propose(request, reply)
         return reply
+
+    def _propose(self, request: StepRequest, reply: StepReply) -> None:
+        """What `propose` says of tokens, seed and number, as far as a sequence has blocks."""
+        _require(bool(request.proposals) == bool(request.proposed_ids), "so many proposals for none, or none for some")
+        _require(len(set(request.proposed_ids)) == len(request.proposed_ids), "proposals for a sequence twice")
+        if not request.proposals:
+            return
+        _require(self.propose is not None, "there is nothing to propose with")
+        assert self.propose is not None
+        _require({*request.proposed_ids} <= {*reply.ids, *self._gone}, "proposals behind no token")
+        for id in request.proposed_ids:
+            if (sequence := self._sequences.get(id)) is None:
+                continue
+            room = sequence.reach - len(sequence.token_ids)
+            token_ids, logprobs = self.propose(sequence.token_ids, sequence.seed, request.proposals)
+            count = max(0, min(room, len(token_ids)))
+            reply.proposal_ids.append(id)
+            reply.proposal_counts.append(count)
+            reply.proposal_tokens.extend(token_ids[:count])
+            reply.proposal_logprobs.extend(logprobs[:count])
+        reply.propose_ns = int((1 + request.proposals) * self.propose_delay_s * 1e9)
 
     def _blocks_of_states(self, ids: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, list[int]]]:
         each = self.checkpoint_blocks

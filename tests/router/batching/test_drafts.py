@@ -70,7 +70,7 @@ class Random(Speculation):
     def begin(self, token_ids: Sequence[int], *args: Any) -> Drafting:
         return Drafting(Oracle(self._requests[id(token_ids)], self._chance), 6)
 
-    def choose(self, candidates: Sequence[Candidate], others: int) -> list[tuple[int, ...]]:
+    def choose(self, candidates: Sequence[Candidate], *args: Any) -> list[tuple[int, ...]]:
         found = []
         for drafting, most, is_under_way in candidates:
             num = self._chance.randint(0, max(0, most)) if self._chance.random() < 0.7 else 0
@@ -164,7 +164,7 @@ class Timed(Random):
     def begin(self, token_ids: Sequence[int], *args: Any) -> Drafting:
         return Drafting(self._drafter, 6)
 
-    def stepped(self, plain: Any, verified: Any, others: int, seconds: float | None, held: Any = ()) -> None:
+    def stepped(self, plain: Any, verified: Any, others: int, seconds: float | None, *args: Any) -> None:
         self.times += [seconds] * any(one.num_guesses for one in verified)
 
 
