@@ -19,20 +19,21 @@ LAST = len(MATCHES) - 1
 NUM_LIKELIHOODS = 10  # kinds of proposals, each a tenth
 PRIORS = (*MATCHES, *(0.9 * (tenth + 0.5) / NUM_LIKELIHOODS for tenth in range(NUM_LIKELIHOODS)))
 COMMON_PRIOR = 8.0  # guesses that such a chance counts as
-PRIOR = 2.0  # guesses that what is known of all sequences counts as for one
+# Guesses that what is known of all sequences counts as for one: texts differ more in what they repeat.
+WEIGHTS = (*(2.0 for _ in MATCHES), *(8.0 for _ in range(NUM_LIKELIHOODS)))
 COMMON_MEMORY = 512.0  # guesses that count: with as many, each counts half
 MEMORY = 32.0
 
 
 class Chances:
-    """How often something of each kind was right. common: of all sequences, where this is of one."""
+    """How often guesses of each kind were right. common: of all sequences, where this is of one."""
 
-    def __init__(self, priors: Sequence[float], common: Chances | None = None) -> None:
+    def __init__(self, common: Chances | None = None) -> None:
         self._common = common
-        weight, self._memory = (COMMON_PRIOR, COMMON_MEMORY) if common is None else (PRIOR, MEMORY)
-        chances = priors if common is None else [common.of(kind) for kind in range(len(priors))]
-        self._right = [weight * chance for chance in chances]
-        self._made = [weight] * len(chances)
+        self._memory = COMMON_MEMORY if common is None else MEMORY
+        chances = PRIORS if common is None else [common.of(kind) for kind in range(len(PRIORS))]
+        self._made = [COMMON_PRIOR] * len(PRIORS) if common is None else [*WEIGHTS]
+        self._right = [weight * chance for weight, chance in zip(self._made, chances, strict=True)]
 
     def of(self, kind: int) -> float:
         """Of the next one."""
@@ -53,7 +54,7 @@ class Acceptance:
     """Of one sequence. common: of all."""
 
     def __init__(self, common: Chances | None = None) -> None:
-        self._chances = Chances(PRIORS, Chances(PRIORS) if common is None else common)
+        self._chances = Chances(Chances() if common is None else common)
 
     def chances(self, guess: Guess) -> list[float]:
         """For each token of the guess, how likely it is right together with all before it: never more than those."""

@@ -13,25 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from typing import NamedTuple
 
-from router.drafting.acceptance import PRIORS, Acceptance, Chances
+from router.drafting.acceptance import Acceptance, Chances
 from router.drafting.accounts import Account, Loans
 from router.drafting.drafter import NOTHING, Drafter, Guess, NgramDrafter, Silent, SuffixDrafter, indexed
 from router.drafting.earlier_answers import EarlierAnswers
-from router.drafting.proposals import Proposal, ProposeCosts
+from router.drafting.proposals import Places, Proposal, ProposeCosts, Skill
 from router.drafting.step_costs import StepCosts
 from router.drafting.token_index import TokenIndex
 
 MARGIN = 1.05  # how many times the tokens per second of a plain step drafts must promise
 LEAST_PROMISE = 1.1  # tokens that a first draft promises: to begin, a sequence sits out a step
-RIGHT = 0.6  # chance of a proposal behind right ones, before anything is known
-MOST_PROPOSALS = 16  # places that are told apart
-TRIALS = 8.0  # plain steps that trying proposals may cost since the start …
+TRIALS = 4.0  # plain steps that trying proposals may cost since the start …
 TRIAL_SHARE = 0.002  # … and share of the time since then
 FIRST_PROPOSALS = 2  # tokens that are asked for while it is not known what that takes
-ROUNDS = 4  # in which it is looked who could not afford a step
+DEEP = 0.5  # plain steps beyond its room that a sequence may lose, beside others, whose draft should gain some
 LOOKED_AGAIN = 16  # steps for which it holds that no guesses could pay
 
 
@@ -40,8 +38,8 @@ class Known:
 
     def __init__(self) -> None:
         self.loans = Loans()
-        self.chances = Chances(PRIORS)
-        self.places = Chances([RIGHT] * MOST_PROPOSALS)
+        self.chances = Chances()
+        self.places = Places()
 
 
 class Drafting:
@@ -54,7 +52,7 @@ class Drafting:
         self.most = most
         self._drafter = drafter
         self._acceptance = Acceptance(known.chances)
-        self._places = Chances([RIGHT] * MOST_PROPOSALS, known.places)
+        self._skill = Skill(known.places)
         self._proposal = Proposal()
         self._guess: Guess | None = None  # of what comes next, from the text …
         self._num_asked = 0  # … for which so many tokens were asked
@@ -66,19 +64,8 @@ class Drafting:
         self._drafter.extend(token_ids)
         self._guess = None
         if self._proposal.token_ids:
-            self._compare(self._proposal, token_ids)
-
-    def _compare(self, proposal: Proposal, token_ids: Sequence[int]) -> None:
-        """A proposal with what came; what it said behind that still stands if that was right."""
-        self._acceptance.note(_guess_of(proposal, len(proposal.token_ids)), token_ids)
-        num, place = len(token_ids), proposal.place
-        for proposed, came in zip(proposal.token_ids, token_ids, strict=False):
-            self._places.note(min(place, MOST_PROPOSALS - 1), is_right=proposed == came)
-            if proposed != came:
-                num = len(proposal.token_ids)
-                break
-            place += 1
-        self._proposal = Proposal(proposal.token_ids[num:], proposal.logprobs[num:], proposal.place + num)
+            self._acceptance.note(_guess_of(self._proposal, len(token_ids)), token_ids)
+            self._proposal = self._skill.compare(self._proposal, token_ids)
 
     def propose(self, proposal: Proposal) -> None:
         """A model proposes this behind the text as it is now."""
@@ -108,8 +95,7 @@ class Drafting:
 
     def proposals_promise(self, most: int) -> list[float]:
         """How many of one proposal, of two, and so on, are right, as it is expected."""
-        chances = accumulate((self._places.of(place) for place in range(most)), lambda before, chance: before * chance)
-        return [*accumulate(chances)]
+        return self._skill.promise(most)
 
     def end(self) -> None:
         """The text is complete: later ones of its owner may be guessed from it."""
@@ -230,28 +216,35 @@ class Speculation:
         `chances` of those that could lose more than they may are emptied.
         """
         batch = len(candidates) + len(others)
-        rooms = [one.drafting.account.room(plain) - one.is_under_way * plain for one in candidates]
-        patience = [one.drafting.account.patience(plain) for one in candidates]
+        accounts = [one.drafting.account for one in candidates]
+        rooms = [
+            account.room(plain) - one.is_under_way * plain for account, one in zip(accounts, candidates, strict=True)
+        ]
+        patience = [account.patience(plain) for account in accounts]
         least = min((one.account.patience(plain) for one in others if one is not None), default=math.inf)
-        most_extra = least
-        nums: list[int] = []
-        for _ in range(ROUNDS):
-            nums = allot(chances, len(others), self.costs, min(most_seconds, plain + most_extra))
+
+        def nums_of(most: int, most_extra: float) -> list[int]:
+            cut = [row[:most] for row in chances]
+            return allot(cut, len(others), self.costs, min(most_seconds, plain + most_extra))
+
+        most = max(map(len, chances))
+        while most:
+            nums = nums_of(most, least)
             if not (total := sum(nums)):
                 return nums
             extra = next(islice(self.costs.drafted(batch), total - 1, None)) - plain
-            is_final = True
-            for place, num in enumerate(nums):
-                gains = sum(chances[place][:num]) * plain
-                if num and rooms[place] < extra * num / total:
-                    chances[place].clear()
-                    is_final = False
-                elif gains < extra and patience[place] < extra:
-                    most_extra = min(most_extra, patience[place])
-                    is_final = False
-            if is_final:
+            gains = [sum(row[:num]) * plain for row, num in zip(chances, nums, strict=True)]
+            least_rooms = [
+                -DEEP * plain if gain >= extra and num < total else extra * num / total
+                for gain, num in zip(gains, nums, strict=True)
+            ]
+            poor = [place for place, num in enumerate(nums) if num and rooms[place] < least_rooms[place]]
+            for place in poor:
+                chances[place].clear()
+            if not poor and all(max(pair) >= extra for pair in zip(gains, patience, strict=True)):
                 return nums
-        return [0] * len(nums)
+            most = most if poor else most // 2
+        return nums_of(self._most, min(least, *patience))
 
     def ask(self, candidates: Sequence[Candidate]) -> Asking:
         """How many tokens to have proposed, and for whom, in a step in which these get tokens, and no others."""
@@ -290,7 +283,7 @@ class Speculation:
     def _promise(self, candidate: Candidate, plain: float) -> list[float]:
         """How many of its proposals would be right; none where it cannot have any, or its text says more."""
         drafting = candidate.drafting
-        if drafting.account.room(plain) <= 0:
+        if drafting.account.room(plain) < -DEEP * plain:
             return []
         most = min(candidate.most, drafting.most, self.most_proposals)
         promise = drafting.proposals_promise(most) if most > 0 else []

@@ -46,7 +46,7 @@ from router.scheduling.prefix_index import TierIndex
 from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch, take_from
 from router.scheduling.request import Scheduled
 
-ASKED_AGAIN = 16  # steps after which it is looked again whether a model's proposals pay
+ASKED_AGAIN = 8  # steps after which it is looked again whether a model's proposals pay
 
 
 class Scheduler(Generic[S]):

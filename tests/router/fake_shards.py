@@ -98,6 +98,7 @@ class FakeShardedClient:
     window_blocks: int = 0  # with these, one with rings: how many blocks of tokens of it the next token sees
     most_at_once: int = 0  # tokens of a sequence in a step, which its ring has room for
     step_delay_s: float = 0.0
+    row_delay_s: float = 0.0  # for each token that a step computes
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     next_token: Callable[[Sequence[int], int, int], int] = fake_next_token
@@ -198,8 +199,12 @@ class FakeShardedClient:
         self._total_steps += 1
         _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
         proposing = (1 + request.proposals) * self.propose_delay_s if request.proposals else 0.0
-        self._busy_until = max(self.clock(), self._busy_until) + self.step_delay_s + proposing
-        self._replies.append((self._busy_until, self._run(request), request.lane))
+        began_at = max(self.clock(), self._busy_until)
+        reply = self._run(request)
+        rows = sum(request.chunk_tokens) + sum(len(draft.token_ids) for draft in request.drafts)
+        rows += len({*reply.ids} - {*request.chunk_ids} - {draft.id for draft in request.drafts})
+        self._busy_until = began_at + self.step_delay_s + rows * self.row_delay_s + proposing
+        self._replies.append((self._busy_until, reply, request.lane))
         of_lane = sum(lane == request.lane for _, _, lane in self._replies)
         _require(of_lane <= 2, f"more than two requests of lane {request.lane} under way")
         _require(len(self._replies) <= self.num_lanes + 1, "more requests under way than lanes and one")

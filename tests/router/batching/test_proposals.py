@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
+from router.batching.batcher import Batcher
 from router.drafting.speculation import Asking, Candidate, Speculation
+from router.scheduling.request import ValidRequest
+from router.telemetry.metrics import Metrics
+from server.pb.generate_pb2 import StepRequest
 from tests.router.batching.test_batcher import is_clean
 from tests.router.batching.test_drafts import ARRANGEMENTS, REQUESTS, TROUBLE
 from tests.router.batching.test_kv_demand import expects_little
 from tests.router.doubles import (
     FakeMatching,
-    Running,
+    byte_tokenizer,
     fake_shards,
     make_limits,
     request_of,
@@ -27,6 +31,7 @@ from tests.router.doubles import (
     tokens_alone,
 )
 from tests.router.fake_shards import fake_next_token
+from tests.router.scheduling.test_fairness import in_virtual_time
 
 Proposer = Callable[[Sequence[int], int, int], tuple[Sequence[int], Sequence[float]]]
 MOST = 4
@@ -85,34 +90,78 @@ async def test_everyone_gets_the_tokens_that_they_get_alone(
     assert is_clean(at_work)
 
 
-async def steps_with(chance: float, at_once: int = 4, **fields: Any) -> tuple[Running, float]:
-    """Requests whose tokens a model proposes that is right so often: what happened, and the seconds of the shards."""
-    limits: dict[str, Any] = {"speculate": MOST, "proposals": MOST, "speculative_method": "draft"}
-    shards = fake_shards(make_limits(**limits), propose=right_with(chance), step_delay_s=0.004, propose_delay_s=0.0004)
-    async with running(shards, **limits) as at_work:
-        requests = [request_of(30, 90, seed, **fields) for seed in range(1, at_once + 1)]
-        entries = [at_work.batcher.submit(request) for request in requests]
-        got = await asyncio.gather(*map(token_ids_of, entries))
-    assert [tokens_alone(request) for request in requests] == got
-    asked = [request.proposals for request in shards.requests if request.proposals]
-    return at_work, 0.004 * len(shards.requests) + sum(0.0004 * (1 + most) for most in asked)
+STEP_S, ROW_S, PASS_S = 0.01, 0.0001, 0.0008  # of a step, of each row, and of each pass of the model that proposes
 
 
-async def test_a_good_model_brings_several_tokens_a_step() -> None:
-    at_work, seconds = await steps_with(0.9)
-    assert seconds < 0.6 * 0.004 * 90
-    assert MOST in {request.proposals for request in at_work.shards.requests}
+def served(chance: float, requests: Sequence[ValidRequest], **given: Any) -> tuple[list[StepRequest], list[float]]:
+    """Requests whose tokens a model proposes that is right so often: the steps, and when each request was complete.
+
+    Time is virtual, and the router takes none.
+    """
+    limits: dict[str, Any] = {"speculate": MOST, "proposals": MOST, "speculative_method": "draft", **given}
+    limits |= {"waiting_served_ratio": 0.0}
+    settled = make_limits(max_total_tokens=1024, max_batch_total_tokens=16384, max_batch_prefill_tokens=256, **limits)
+    ends = [0.0] * len(requests)
+    sent: list[StepRequest] = []
+
+    async def story(clock: Callable[[], float]) -> None:
+        shards = fake_shards(
+            settled,
+            propose=right_with(chance),
+            step_delay_s=STEP_S,
+            row_delay_s=ROW_S,
+            propose_delay_s=PASS_S,
+            clock=clock,
+        )
+        batcher = Batcher(shards, byte_tokenizer(), settled, Metrics(settled), clock=clock)
+        batching = asyncio.ensure_future(batcher.run())
+
+        async def ask(number: int, request: ValidRequest) -> None:
+            assert tokens_alone(request) == await token_ids_of(batcher.submit(request))
+            ends[number] = clock()
+
+        await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests)))
+        await batcher.drain(1)
+        await batching
+        sent.extend(shards.requests)
+
+    in_virtual_time(story)
+    return sent, ends
 
 
-async def test_a_model_that_is_never_right_is_asked_a_few_times() -> None:
-    at_work, seconds = await steps_with(0.0)
-    asked = [request.step for request in at_work.shards.requests if request.proposals]
-    assert asked and seconds < 1.05 * 0.004 * 92
+def num_proposals(steps: Sequence[StepRequest]) -> list[int]:
+    """How many were asked for in each step that asked for any."""
+    return [step.proposals for step in steps if step.proposals]
+
+
+def plain_seconds(batch: int, tokens: int) -> float:
+    """What so many tokens of each take without guesses, prompts aside."""
+    return tokens * (STEP_S + batch * ROW_S)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_good_model_brings_several_tokens_a_step(batch: int) -> None:
+    steps, ends = served(0.9, [request_of(30, 120, seed) for seed in range(1, batch + 1)])
+    assert max(ends) < 0.65 * plain_seconds(batch, 120) + 2 * (STEP_S + batch * 30 * ROW_S)
+    assert MOST in num_proposals(steps)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_poor_model_is_asked_a_few_times(batch: int, chance: float) -> None:
+    steps, ends = served(chance, [request_of(30, 400, seed) for seed in range(1, batch + 1)])
+    prompts = 2 * (STEP_S + batch * 30 * ROW_S)
+    assert num_proposals(steps) and max(ends) < 1.02 * plain_seconds(batch, 400) + prompts
 
 
 @pytest.mark.parametrize("most", [0, 1])
-async def test_a_request_may_want_fewer(most: int) -> None:
-    at_work, _ = await steps_with(0.9, speculate=most)
-    sizes = [len(draft.token_ids) - 1 for request in at_work.shards.requests for draft in request.drafts]
-    assert most == max(sizes, default=0)
-    assert bool(most) == any(request.proposals for request in at_work.shards.requests)
+def test_a_request_may_want_fewer(most: int) -> None:
+    steps, _ = served(0.9, [request_of(30, 90, seed, speculate=most) for seed in range(1, 5)])
+    assert most == max((len(draft.token_ids) - 1 for step in steps for draft in step.drafts), default=0)
+    assert bool(most) == bool(num_proposals(steps))
+
+
+def test_who_wants_no_guesses_hardly_waits_for_those_of_others() -> None:
+    requests = [request_of(30, 400, seed) for seed in range(1, 8)] + [request_of(30, 400, 8, speculate=0)]
+    _, ends = served(0.9, requests)
+    assert ends[-1] < 1.04 * plain_seconds(8, 400) + 2 * (STEP_S + 8 * 30 * ROW_S)
