@@ -234,7 +234,6 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         stage,
     )
     model, proposer = drafting.beside(config, drafting.Served(model, backend, dtype, cache, kv_placement.offloaded))
-    offloaded = placing.described(placement)
     streams = isinstance(placement, Streaming) and bool(placement.stored)
     why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.stage_size)
     return Loaded(
@@ -246,7 +245,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         backend.description,
         why_not,
         quantised.description,
-        offloaded,
+        placing.described(placement),
         placement.moved_bytes,
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
