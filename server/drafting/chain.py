@@ -8,6 +8,7 @@ Shapes: n sequences, R of them that still get proposals, V tokens of the vocabul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -96,14 +97,14 @@ class Chain:
         return there
 
     def _proposals(self, links: Sequence[Link], passes: Sequence[tuple[Sequence[Link], Chosen]]) -> list[Proposal]:
-        """Read what the passes chose; from a token on that the model does not know, nothing is proposed."""
+        """Read what the passes chose, up to a token that the model does not know, or that has no probability."""
         there = self._read([Chosen(chosen.token_ids, chosen.logprobs) for _, chosen in passes])
         found: dict[int, tuple[list[int], list[float]]] = {link.sequence.id: ([], []) for link in links}
         ended: set[int] = set()
         for (of, _), chosen in zip(passes, there, strict=True):
             for link, token, logprob in zip(of, chosen.token_ids.tolist(), chosen.logprobs.tolist(), strict=True):
                 id = link.sequence.id
-                if token >= self._size:
+                if token >= self._size or not math.isfinite(logprob):
                     ended.add(id)
                 if id not in ended:
                     found[id][0].append(token)
