@@ -186,13 +186,15 @@ def damaged(folder: Path, to: Path) -> Path:
     return to
 
 
-def test_a_model_that_gives_no_numbers_proposes_nothing(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_model_that_gives_no_numbers_proposes_nothing(
+    checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path
+) -> None:
     folder = checkpoints("llama")[0]
     settings = beside(damaged(folder, tmp_path / "draft"))
-    engine = load_engine(folder, speculative=settings, **SIZES)
+    engine = load_engine(folder, kernels=kernels, speculative=settings, **SIZES)
     expected = generate(engine, free_prompts())
     drafter = Asking([p.tokens for p in expected])
     assert results(expected) == results(generate(engine, free_prompts(), drafter))
     assert 0 == drafter.accepted
     with pytest.raises(ValueError, match="the speculative model proposes nothing"):
-        load_engine(folder, speculative=settings, **SIZES | {"warms_up": True})
+        load_engine(folder, kernels=kernels, speculative=settings, **SIZES | {"warms_up": True})
