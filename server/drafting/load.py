@@ -1,0 +1,123 @@
+"""Loading a speculative model beside the one that is served, on the same ranks, device and dtype.
+
+Left out: downloads, which are the launcher's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from server.arch import families
+from server.arch.spec import ArchSpec, validate
+from server.backends.protocol import Backend
+from server.checkpoint import formats
+from server.checkpoint.weights import Checkpoint, Weights
+from server.config import ShardConfig
+from server.drafting.alignment import AlignedLogits
+from server.drafting.draft_model import DraftModel
+from server.model import load as model_loading
+from server.model.transformer import Transformer
+from server.quantisation.kv import KvFormat
+from server.stepping.proposals import Proposer
+
+MOST_PROPOSALS = 16  # of what can propose any number
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model that is served, beside which a speculative one is loaded."""
+
+    model: Transformer
+    backend: Backend
+    dtype: torch.dtype
+    cache: KvFormat
+    kv_offloaded: str  # which KV blocks are not on the device; empty: all are
+
+
+def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer | None]:
+    """The served model with what the settings ask for beside it; the last stage of one has that.
+
+    Raises ValueError for a speculative model that does not go with the served one.
+    """
+    if config.speculative_model is None or not served.model.stage.is_last:
+        return served.model, None
+    proposer = load(config, config.speculative_model, served)
+    return served.model.tapped(proposer.taps) if proposer.taps else served.model, proposer
+
+
+def load(config: ShardConfig, path: str, served: Served) -> Proposer:
+    """The speculative model in a folder."""
+    if served.model.spec.encoder is not None or not served.model.kv_shape(served.dtype).num_layers:
+        kind = "is an encoder-decoder" if served.model.spec.encoder is not None else "has no attention"
+        raise ValueError(f"--speculative-model is given, but the model {kind}: leave it out")
+    if served.kv_offloaded:
+        raise ValueError("--speculative-model is given, but KV blocks stream: leave out one of both")
+    folder = Path(path)
+    return _draft_model(config, folder, json.loads((folder / "config.json").read_text()), served)
+
+
+def _draft_model(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> DraftModel:
+    shard, device = served.model.shard, served.backend.device
+    family, spec = families.find(hf_config)
+    _refuse_kind(spec)
+    refuse_other_vocabulary(folder, Path(config.model_path), spec.vocab_size, served.model.vocab_size)
+    validate(spec, shard.world_size)
+    quantised = formats.choose(None, folder, hf_config, config.quantize_head)
+    weights = Weights.open(
+        Checkpoint(str(folder)),
+        family.names,
+        shard,
+        served.dtype,
+        device.torch_device,
+        quantised.format,
+        quantised.quantise,
+        quantised.quantise_head,
+    )
+    model = model_loading.load(weights, spec, served.backend, served.cache)
+    logits = model.logits
+    if model.vocab_size != served.model.vocab_size:
+        places = torch.arange(model.vocab_size, device=device.torch_device)
+        logits = AlignedLogits(model.logits, served.model.vocab_range, shard, places)
+    return DraftModel(model, served.dtype, logits, folder.name, MOST_PROPOSALS)
+
+
+def _refuse_kind(spec: ArchSpec) -> None:
+    """Raise ValueError for a draft model whose cache is no blocks alone."""
+    if spec.encoder is not None or spec.recurrences:
+        kind = "is an encoder-decoder" if spec.encoder is not None else "has recurrent layers"
+        raise ValueError(f"--speculative-model {kind}, which no draft model may be: use another one")
+
+
+def refuse_other_vocabulary(folder: Path, served: Path, size: int, served_size: int) -> None:
+    """Raise ValueError where the tokenizers of two models differ, or without one of them, their tables' sizes."""
+    own, other = (_tokens(path) for path in (folder, served))
+    if own is None or other is None:
+        if size != served_size:
+            raise ValueError(
+                f"--speculative-model has {size} tokens and the model {served_size}, and without a tokenizer.json in "
+                "both folders nobody knows which are the same: use a draft model of the same family"
+            )
+        return
+    different = [token for token in (*own, *other) if own.get(token) != other.get(token)]
+    if different:
+        raise ValueError(
+            f"--speculative-model has another vocabulary than the model: {len(set(different))} tokens differ, of which "
+            f"the first is {different[0]!r}: use a draft model of the same family"
+        )
+
+
+def _tokens(folder: Path) -> dict[str, int] | None:
+    """The ids of all tokens that a folder's tokenizer knows; None: it has no such file."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    known = found["model"].get("vocab", {})
+    tokens = {piece: id for id, (piece, _) in enumerate(known)} if isinstance(known, list) else dict(known)
+    return tokens | {added["content"]: added["id"] for added in found.get("added_tokens", ())}
