@@ -338,9 +338,11 @@ class Batcher:
         proposals = proposals_of(reply)
         for entry, token_ids in going_on.items():
             self._go_on(entry, token_ids, proposals.get(entry.id))
-        self._scheduler.stepped(step.plan, seconds, propose_seconds, len(proposals))
+        num_right = self._scheduler.stepped(step.plan, seconds, propose_seconds, len(proposals))
         if step.plan.drafts:
-            self._metrics.guessed(step.plan.num_guesses, len(reply.ids) - len(set(reply.ids)))
+            self._metrics.guessed(step.plan.num_guesses, num_right)
+        if step.plan.proposals:
+            self._metrics.proposed(len(reply.proposal_tokens), propose_seconds)
         self._metrics.delivered(
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )

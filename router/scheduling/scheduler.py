@@ -503,13 +503,13 @@ class Scheduler(Generic[S]):
         drafting.came(entry.generated_ids[entry.num_told :])
         entry.num_told = len(entry.generated_ids)
 
-    def stepped(self, plan: StepPlan[S], seconds: float, propose_seconds: float = 0.0, num_proposed: int = 0) -> None:
-        """All that the step has brought is delivered: learn what guesses are worth.
+    def stepped(self, plan: StepPlan[S], seconds: float, propose_seconds: float = 0.0, num_proposed: int = 0) -> int:
+        """All that the step has brought is delivered: learn what guesses are worth. Returns how many were right.
 
         propose_seconds: what of it a model took to propose tokens, for so many sequences.
         """
         if self.speculation is None:
-            return
+            return 0
         plain = [entry.drafting for entry in plan.decoding if entry.drafting is not None]
         verified = []
         for id, draft in plan.drafts.items():
@@ -526,6 +526,7 @@ class Scheduler(Generic[S]):
         self.speculation.stepped(
             plain, verified, others, seconds if is_pure else None, held, propose_seconds if plan.proposals else None
         )
+        return sum(one.num_right for one in verified)
 
     def finished(self, entry: S, *, is_cut: bool) -> None:
         """Its answer is complete. is_cut: only because its client wanted no more."""
