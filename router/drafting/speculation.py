@@ -140,12 +140,14 @@ class Speculation:
         reads_texts: bool = True,
         most_proposals: int = 0,
         most_seconds: float | None = None,
+        row_seconds: float = math.inf,
     ) -> None:
         """most: guesses of a sequence in a step; most_proposals: of those, from a model; most_seconds: of a step.
 
-        finds_answers: whether earlier answers are looked into; reads_texts: whether any text is.
+        finds_answers: whether earlier answers are looked into; reads_texts: whether any text is. row_seconds: what a
+        guess adds to a step at most, as far as is known.
         """
-        self.costs = StepCosts()
+        self.costs = StepCosts(row_seconds)
         self.propose_costs = ProposeCosts()
         self.most_proposals = most_proposals
         self._most = most

@@ -51,11 +51,12 @@ class _Times:
 class StepCosts:
     """Seconds of steps without prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_seconds: float = math.inf) -> None:
+        """row_seconds: what a row costs at most, as far as is known."""
         self._plain = _Times()
         self._drafted = _Times()
         self.num_steps = 0
-        self._row_seconds = math.inf  # what a row costs at most
+        self._row_seconds = row_seconds
 
     def note(self, rows: int, seconds: float, *, has_drafts: bool) -> None:
         """A step of so many rows took so long: a plain one from when it could begin, else from sending to reply."""

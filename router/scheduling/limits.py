@@ -64,6 +64,7 @@ class Limits:
     speculate: int = 0  # tokens of a sequence that are guessed for a step, at most; 0: none are
     speculative_method: str = "auto"
     proposals: int = 0  # of those, tokens that a speculative model proposes at most; 0: there is none
+    token_seconds: float = 0.0  # what each token of a prompt adds to a step; 0: not known
     kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -233,6 +234,7 @@ def resolve(
         most_at_once=most_at_once,
         speculate=speculate,
         proposals=min(speculate, most_proposals),
+        token_seconds=room.token_seconds,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful)
         | _of_guesses(config, takes_drafts=takes_drafts, has_proposals=most_proposals > 0)

@@ -15,6 +15,7 @@ leaves in that very step, and waits to be rebuilt like those above. Left out: th
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -883,4 +884,5 @@ def speculation_of(limits: Limits) -> Speculation | None:
         reads_texts=limits.speculative_method in ("auto", *FROM_TEXTS),
         most_proposals=limits.proposals,
         most_seconds=None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000,
+        row_seconds=limits.token_seconds or math.inf,
     )
