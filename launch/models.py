@@ -50,12 +50,18 @@ def resolve_speculative_model(settings: Settings, environ: Mapping[str, str], lo
     name = settings.values["speculative_model"]
     if name is None or settings.is_null_model:
         return None
-    model_id, revision = (name, None) if Path(name).expanduser().is_dir() else name.partition("@")[::2]
+    model_id, revision = name_and_revision(name)
     with_weights = not settings.values["random_weights"]
-    found = _resolve(
-        model_id, revision or None, settings, environ, log, with_weights=with_weights, with_tokenizer=False
-    )
+    found = _resolve(model_id, revision, settings, environ, log, with_weights=with_weights, with_tokenizer=False)
     return _one_folder(found)
+
+
+def name_and_revision(given: str) -> tuple[str, str | None]:
+    """What a model is called, and what stands behind `@`, if anything does and it is no folder's name."""
+    if Path(given).expanduser().is_dir():
+        return given, None
+    name, _, revision = given.partition("@")
+    return name, revision or None
 
 
 def _one_folder(model: hub.ResolvedModel) -> Path:
@@ -96,18 +102,20 @@ class Description:
     names: set[str]  # of the repository's files; empty where the hub was not asked
 
 
-def find_description(settings: Settings, environ: Mapping[str, str], spare: Path) -> Description:
-    """The model's config.json, fetched into the folder `spare` if it is neither here nor in the cache.
+def find_description(
+    settings: Settings, environ: Mapping[str, str], spare: Path, model_id: str, revision: str | None
+) -> Description:
+    """A model's config.json, fetched into the folder `spare` if it is neither here nor in the cache.
 
     Nothing else is fetched, converted or kept; a hub that is silent for SILENT_SECONDS is given up, and so is one that
     is not done after ANSWER_SECONDS. Raises HubError.
     """
     values = settings.values
-    if local := hub.local_folder(values["model_id"]):
+    if local := hub.local_folder(model_id):
         return Description(local, None, set())
     repository = hub.Repository(
-        values["model_id"],
-        values["revision"],
+        model_id,
+        revision,
         values["huggingface_hub_cache"],
         _token(environ),
         is_offline(environ),
