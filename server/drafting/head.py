@@ -220,7 +220,9 @@ class Passes:
         forward = self._forward(Layout.of(spans, [token for row in rows for token in row.behind]))
         if unread:
             ends = zip(rows, _ends(rows), strict=True)
-            places = self._device.upload([[end - 1, row.sequence.row] for row, end in ends if row.sequence.id in unread])
+            places = self._device.upload(
+                [[end - 1, row.sequence.row] for row, end in ends if row.sequence.id in unread]
+            )
             forward.token_ids.index_copy_(0, places[:, 0], self._model_tokens[places[:, 1]])
         return self._hidden(replace(forward, carried=Carried(self._inputs(rows, features))))
 
@@ -272,9 +274,7 @@ class Passes:
 
     def _choose(self, links: Sequence[Link], hidden: Tensor, place: int, previous: Tensor) -> Chosen:
         self._latest = Latest(links, hidden)
-        chosen = self._chain.chosen(
-            links, lambda part: self._head.logits(hidden[part]), place=place, previous=previous
-        )
+        chosen = self._chain.chosen(links, lambda part: self._head.logits(hidden[part]), place=place, previous=previous)
         self._tables.keep(self._device.upload([link.sequence.row for link in links]), chosen.token_ids)
         return chosen
 
