@@ -131,7 +131,7 @@ def load_engine(
     proposer = None
     if speculative is not None:
         config = ShardConfig(**_places(folder, shard), quantize_head=quantise_head, **speculative)
-        served = drafting.Served(model, weights, backend, dtype, KV_FORMATS[kv_cache], model.kv_placement.offloaded)
+        served = drafting.Served(model, weights, backend, dtype, KV_FORMATS[kv_cache])
         model, proposer = drafting.beside(config, served)
     watermark = Watermark(gamma=0.5, delta=2.0)
     engine = Engine(model, shard, backend, dtype, watermark, why_not, neighbours=neighbours, proposer=proposer)
