@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from server.backends.cpu import Kernels
 from server.checkpoint.weights import CheckpointError
 from server.loading import load
+from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.engine import Engine
 from server.stepping.graphs import Form
@@ -135,12 +136,25 @@ def few_prompts() -> list[Prompt]:
     return [Prompt(tokens, max_new_tokens=12, chunk=9, joins_at=i) for i, tokens in enumerate(given)]
 
 
+class Late(Noting):
+    """Asks once the first prompt is computed."""
+
+    def ask(self, request: pb.StepRequest) -> None:
+        if self.known[0]:
+            super().ask(request)
+
+
 @torch.no_grad()
-def check_proposals(engine: Engine, reference: Reference) -> None:
+def check_proposals(
+    engine: Engine,
+    reference: Reference,
+    make: Callable[[], list[Prompt]] = few_prompts,
+    note: Callable[..., Noting] = Noting,
+) -> None:
     """What is proposed, behind guesses that were right and wrong ones, is what the reference finds most likely."""
-    expected = generate(engine, few_prompts())
-    drafter = Noting([p.tokens for p in expected], right=0.6)
-    assert [p.tokens for p in expected] == [p.tokens for p in generate(engine, few_prompts(), drafter)]
+    expected = generate(engine, make())
+    drafter = note([p.tokens for p in expected], right=0.6)
+    assert [p.tokens for p in expected] == [p.tokens for p in generate(engine, make(), drafter)]
     assert drafter.accepted > 5 and drafter.refused > 5
     texts = [p.token_ids + p.tokens for p in expected]
     features = [reference.model.model(torch.tensor([text])).last_hidden_state[0] for text in texts]
@@ -166,6 +180,13 @@ def test_it_proposes_what_a_plain_computation_does(
     folder, reference = made(case)
     kernels = request.getfixturevalue("kernels") if way == "kernels" else None
     check_proposals(load_engine(folder, kernels=kernels, speculative=MTP, **SIZES), reference)
+
+
+@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_5"])
+def test_prompts_are_followed_before_it_is_asked(made: Made, kernels: Kernels, case: str) -> None:
+    folder, reference = made(case)
+    engine = load_engine(folder, kernels=kernels, speculative=MTP, **SIZES)
+    check_proposals(engine, reference, lambda: [Prompt([*range(50, 70)], max_new_tokens=40, chunk=9)], Late)
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "qwen3_next"])
