@@ -19,6 +19,7 @@ from server.backends.cpu import Kernels
 from server.checkpoint.weights import CheckpointError
 from server.loading import load
 from server.pb import generate_pb2 as pb
+from server.quantize.recipe import Recipe
 from server.ranks.collectives import Shard
 from server.stepping.engine import Engine
 from server.stepping.graphs import Form
@@ -29,6 +30,7 @@ from tests.server.driver import Noting, Prompt, Repeating, generate, load_engine
 from tests.server.fallback.cases import shard_config
 from tests.server.model.test_families import WAYS
 from tests.server.model.test_pipeline import pipeline
+from tests.server.quantize.making import drawn, make
 from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.stepping.test_drafts import SIZES, prompts, results
@@ -295,6 +297,14 @@ def test_a_second_one_is_left_out(made: Made, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 2}))
     check_proposals(load_engine(folder, speculative=MTP, **SIZES), made("qwen3_5")[1])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("case", ["glm4_moe", "qwen3_5"])
+def test_a_quantised_copy_keeps_it(made: Made, kernels: Kernels, tmp_path: Path, case: str) -> None:
+    folder, _ = made(case)
+    make(Recipe("gptq", 8, -1), folder, tmp_path / "made", calibration=drawn(2, 16), held_out=drawn(1, 16))
+    check_answers(load_engine(tmp_path / "made", kernels=kernels, speculative=MTP, **SIZES))
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", pytest.param("qwen3_5_moe", marks=pytest.mark.rest)])
