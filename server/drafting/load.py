@@ -21,6 +21,8 @@ from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
 from server.drafting.alignment import AlignedLogits
 from server.drafting.draft_model import DraftModel
+from server.drafting.head import HeadProposer
+from server.drafting.mtp import load_predictor
 from server.model import load as model_loading
 from server.model.transformer import Transformer
 from server.quantisation.kv import KvFormat
@@ -34,10 +36,10 @@ class Served:
     """The model that is served, beside which a speculative one is loaded."""
 
     model: Transformer
+    weights: Weights
     backend: Backend
     dtype: torch.dtype
     cache: KvFormat
-    kv_offloaded: str  # which KV blocks are not on the device; empty: all are
 
 
 def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer | None]:
@@ -45,20 +47,25 @@ def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer |
 
     Raises ValueError for a speculative model that does not go with the served one.
     """
-    if config.speculative_model is None or not served.model.stage.is_last:
+    is_given = config.speculative_model is not None or config.speculative_method == "mtp"
+    if not is_given or not served.model.stage.is_last:
         return served.model, None
-    proposer = load(config, config.speculative_model, served)
+    proposer = load(config, served)
     return served.model.tapped(proposer.taps) if proposer.taps else served.model, proposer
 
 
-def load(config: ShardConfig, path: str, served: Served) -> Proposer:
-    """The speculative model in a folder."""
+def load(config: ShardConfig, served: Served) -> Proposer:
+    """The speculative model in a folder, or the layer of the served one."""
+    asked = "--speculative-method is mtp" if config.speculative_model is None else "--speculative-model is given"
     if served.model.spec.encoder is not None or not served.model.kv_shape(served.dtype).num_layers:
         kind = "is an encoder-decoder" if served.model.spec.encoder is not None else "has no attention"
-        raise ValueError(f"--speculative-model is given, but the model {kind}: leave it out")
-    if served.kv_offloaded:
-        raise ValueError("--speculative-model is given, but KV blocks stream: leave out one of both")
-    folder = Path(path)
+        raise ValueError(f"{asked}, but the model {kind}: leave it out")
+    if served.model.kv_placement.offloaded:
+        raise ValueError(f"{asked}, but KV blocks stream: leave out one of both")
+    if config.speculative_model is None:
+        predictor = load_predictor(served.weights, served.model, served.backend, served.dtype, served.cache)
+        return HeadProposer(predictor, MOST_PROPOSALS)
+    folder = Path(config.speculative_model)
     return _draft_model(config, folder, json.loads((folder / "config.json").read_text()), served)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Asking, Drafter, Prompt, generate, greedy, load_engine, sampled
+from tests.server.driver import CPU, GREEDY, Asking, Drafter, Noting, Prompt, generate, greedy, load_engine, sampled
 from tests.server.offload.streaming import offloaded, streaming
 
 SAMPLINGS = [
@@ -60,7 +60,8 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
 
     model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
     weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files. A ! behind
-    all that: sequences have drafts; a ? and a folder: those of the speculative model there.
+    all that: sequences have drafts; a ? and a folder: those of the speculative model there; ?mtp: behind the prompts'
+    tokens stands what the model's own layer proposed.
     """
     model, proposes, speculative = str(model).partition("?")
     model, has_drafts, _ = model.partition("!")
@@ -76,7 +77,8 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             kv_placement = offloaded(Path(folder), kv, files, stage_bytes=int(stage_bytes))
             settings["kv_placement"] = stack.enter_context(kv_placement)
         if proposes:
-            settings["speculative"] = {"speculative_model": speculative}
+            is_own = speculative == "mtp"
+            settings["speculative"] = {"speculative_method": "mtp"} if is_own else {"speculative_model": speculative}
         engine = load_engine(
             Path(folder),
             shard=shard,
@@ -88,6 +90,10 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             **settings,
         )
         found = [prompt.tokens for prompt in generate(engine, prompts())]
+        if proposes and speculative == "mtp":
+            noting = Noting(found)
+            found = [prompt.tokens for prompt in generate(engine, prompts(), noting)]
+            return found + [[id, *proposal.token_ids] for id, _, proposal in noting.noted]
         if proposes:
             drafter = Asking(found)
             found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
