@@ -6,7 +6,7 @@ Left out: downloads, which are the launcher's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,28 @@ import torch
 
 from server.arch import families
 from server.arch.spec import ArchSpec, validate
-from server.backends.protocol import Backend
 from server.checkpoint import formats
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
+from server.drafting import medusa
 from server.drafting.alignment import AlignedLogits
 from server.drafting.draft_model import DraftModel
+from server.drafting.served import Served
 from server.model import load as model_loading
 from server.model.transformer import Transformer
-from server.quantisation.kv import KvFormat
 from server.stepping.proposals import Proposer
 
 MOST_PROPOSALS = 16  # of what can propose any number
 
 
 @dataclass(frozen=True)
-class Served:
-    """The model that is served, beside which a speculative one is loaded."""
+class Kind:
+    """Something that proposes. fits: whether a folder's config.json is of it."""
 
-    model: Transformer
-    backend: Backend
-    dtype: torch.dtype
-    cache: KvFormat
-    kv_offloaded: str  # which KV blocks are not on the device; empty: all are
+    method: str  # as --speculative-method
+    name: str
+    fits: Callable[[Mapping[str, Any]], bool]
+    load: Callable[[ShardConfig, Path, Mapping[str, Any], Served], Proposer]
 
 
 def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer | None]:
@@ -59,7 +58,18 @@ def load(config: ShardConfig, path: str, served: Served) -> Proposer:
     if served.kv_offloaded:
         raise ValueError("--speculative-model is given, but KV blocks stream: leave out one of both")
     folder = Path(path)
-    return _draft_model(config, folder, json.loads((folder / "config.json").read_text()), served)
+    hf_config = json.loads((folder / "config.json").read_text())
+    kind = next(kind for kind in KINDS if kind.fits(hf_config))
+    if config.speculative_method not in ("auto", kind.method):
+        raise ValueError(
+            f"--speculative-method is {config.speculative_method}, but --speculative-model is {kind.name}: use auto or "
+            f"{kind.method}"
+        )
+    return kind.load(config, folder, hf_config, served)
+
+
+def _medusa(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> Proposer:
+    return medusa.load(folder, hf_config, served, config.speculate)
 
 
 def _draft_model(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> DraftModel:
@@ -121,3 +131,10 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     known = found["model"].get("vocab", {})
     tokens = {piece: id for id, (piece, _) in enumerate(known)} if isinstance(known, list) else dict(known)
     return tokens | {added["content"]: added["id"] for added in found.get("added_tokens", ())}
+
+
+# The first that fits; what is nothing else is a draft model.
+KINDS = (
+    Kind("medusa", "Medusa heads", lambda config: "medusa_num_heads" in config, _medusa),
+    Kind("draft", "a draft model", lambda config: True, _draft_model),
+)

@@ -29,6 +29,7 @@ from server.checkpoint.formats import Quantisation
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
 from server.drafting import load as drafting
+from server.drafting.served import Served
 from server.layers.embedding import with_own_head
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
@@ -130,7 +131,7 @@ def load_engine(
     proposer = None
     if speculative is not None:
         config = ShardConfig(**_places(folder, shard), quantize_head=quantise_head, **speculative)
-        served = drafting.Served(model, backend, dtype, KV_FORMATS[kv_cache], model.kv_placement.offloaded)
+        served = Served(model, backend, dtype, KV_FORMATS[kv_cache], model.kv_placement.offloaded)
         model, proposer = drafting.beside(config, served)
     watermark = Watermark(gamma=0.5, delta=2.0)
     engine = Engine(model, shard, backend, dtype, watermark, why_not, neighbours=neighbours, proposer=proposer)
@@ -303,6 +304,24 @@ class Asking(Drafter):
 
     def guesses(self, id: int, so_far: int, count: int) -> list[int]:
         return self.proposed.pop(id, [])[:count]
+
+
+@dataclass
+class Noting(Asking):
+    """Notes all that was proposed. Guesses are those, or of the right ones some, so that drafts are right in part."""
+
+    right: float = 0.5
+    noted: list[tuple[int, int, list[int]]] = field(default_factory=list)  # sequence, tokens that it had got, proposals
+    got: Counter[int] = field(default_factory=Counter)
+
+    def read(self, result: StepResult) -> None:
+        super().read(result)
+        self.got.update(result.ids)
+        self.noted += [(id, self.got[id], list(token_ids)) for id, token_ids, _ in result.proposals]
+
+    def guesses(self, id: int, so_far: int, count: int) -> list[int]:
+        right = [self._guess(token) for token in self.answers[id][so_far : so_far + count]]
+        return right if self._random.random() < 0.5 else super().guesses(id, so_far, count)
 
 
 def _as_far_as_allowed(rule: Rule, tokens: Sequence[int], guesses: Sequence[int]) -> Iterator[int]:

@@ -114,7 +114,10 @@ FIELDS: dict[str, Kind] = {
             "num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers num_nextn_predict_layers num_shared_experts "
             "shared_intermediate_size sliding_window",
         ),
-        (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
+        (
+            LAYERS,
+            "medusa_num_heads medusa_num_layers n_layer n_layers num_decoder_layers num_hidden_layers num_layers",
+        ),
         (
             NUMBER,
             "alibi_bias_max attention_factor attn_scale clip_qkv llama_4_scaling_beta mscale mscale_all_dim "

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Asking, Drafter, Prompt, generate, greedy, load_engine, sampled
+from tests.server.driver import CPU, GREEDY, Drafter, Noting, Prompt, generate, greedy, load_engine, sampled
 from tests.server.offload.streaming import offloaded, streaming
 
 SAMPLINGS = [
@@ -60,7 +60,8 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
 
     model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
     weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files. A ! behind
-    all that: sequences have drafts; a ? and a folder: those of the speculative model there.
+    all that: sequences have drafts; a ? and a folder: those of the speculative model there, whose proposals stand
+    behind the tokens: of which sequence, behind how many tokens, and what they are.
     """
     model, proposes, speculative = str(model).partition("?")
     model, has_drafts, _ = model.partition("!")
@@ -89,9 +90,9 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
         )
         found = [prompt.tokens for prompt in generate(engine, prompts())]
         if proposes:
-            drafter = Asking(found)
+            drafter = Noting(found)
             found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
-            assert drafter.accepted > 3
+            return found + [[id, got, *token_ids] for id, got, token_ids in drafter.noted]
         return [prompt.tokens for prompt in generate(engine, prompts(), Drafter(found))] if has_drafts else found
 
 
