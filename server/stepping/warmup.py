@@ -276,9 +276,13 @@ def _take_first_steps(engine: Engine) -> None:
         most = 0 if engine.proposer is None else engine.proposer.most
         decode = pb.StepRequest(decode=True, proposals=most, proposed_ids=[0])
         steps = (_prompt(engine, 1, do_sample=do_sample), decode)
-        logprobs = [logprob for step in steps for logprob in _step(engine, step).logprobs]
+        taken = [_step(engine, step) for step in steps]
         engine.launch(pb.StepRequest(retire=[0]))
-        if not all(map(math.isfinite, logprobs)):
+        if most and not taken[-1].proposals:
+            raise ValueError(
+                "the speculative model proposes nothing: its logits are NaN or infinite, so its checkpoint is damaged"
+            )
+        if not all(math.isfinite(logprob) for step in taken for logprob in step.logprobs):
             dtype = str(engine.kv_shape.dtype).removeprefix("torch.")
             raise ValueError(
                 f"the model's logits are NaN or infinite: its numbers overflow {dtype}, where --dtype float32 helps, "

@@ -179,3 +179,27 @@ def test_a_table_of_another_size(checkpoints: Checkpoints, kernels: Kernels, siz
     found = AlignedLogits(lambda hidden: hidden, engine.model.vocab_range, Shard(), places)(logits)
     assert found.shape == (3, 103)
     assert torch.equal(found[:, :size], logits[:, :103]) and bool((found[:, size:] == float("-inf")).all())
+
+
+def damaged(folder: Path, to: Path) -> Path:
+    """The same model, whose head gives no numbers."""
+    shutil.copytree(folder, to)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    tensors["lm_head.weight"].fill_(float("nan"))
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+def test_a_model_that_gives_no_numbers_proposes_nothing(
+    checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path
+) -> None:
+    folder = checkpoints("llama")[0]
+    settings = beside(damaged(folder, tmp_path / "draft"))
+    engine = load_engine(folder, kernels=kernels, speculative=settings, **SIZES)
+    expected = generate(engine, free_prompts())
+    drafter = Asking([p.tokens for p in expected])
+    assert results(expected) == results(generate(engine, free_prompts(), drafter))
+    assert 0 == drafter.accepted
+    with pytest.raises(ValueError, match="the speculative model proposes nothing"):
+        load_engine(folder, kernels=kernels, speculative=settings, **SIZES | {"warms_up": True})
