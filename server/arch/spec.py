@@ -373,13 +373,18 @@ class ArchSpec:
     head_scale: float = 1.0  # what the last hidden states are multiplied by before the head
     max_positions: int = 0  # longest sequence; 0: no limit of its own
     encoder: ArchSpec | None = None  # of an encoder-decoder: it shares the embedding, and this is the decoder
-    num_predictors: int = 0  # layers that the checkpoint has behind the last, to predict further tokens: left out
+    num_predictors: int = 0  # layers beside these that predict further tokens, and that the checkpoint may have
     decoder_start: int = 0  # of an encoder-decoder: the token that every generation starts from
 
     @property
     def num_layers(self) -> int:
         """Layers of this stack."""
         return len(self.layers)
+
+    @property
+    def predictor(self) -> LayerSpec:
+        """A layer that predicts further tokens: it is as the last one that attends."""
+        return next(layer for layer in reversed(self.layers) if layer.attends)
 
     @property
     def recurrences(self) -> list[Recurrence]:

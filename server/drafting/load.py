@@ -21,6 +21,8 @@ from server.config import ShardConfig
 from server.drafting import medusa
 from server.drafting.alignment import AlignedLogits
 from server.drafting.draft_model import DraftModel
+from server.drafting.head import HeadProposer
+from server.drafting.mtp import load_predictor
 from server.drafting.served import Served
 from server.model import load as model_loading
 from server.model.transformer import Transformer
@@ -44,28 +46,33 @@ def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer |
 
     Raises ValueError for a speculative model that does not go with the served one.
     """
-    if config.speculative_model is None or not served.model.stage.is_last:
+    is_given = config.speculative_model is not None or config.speculative_method == "mtp"
+    if not is_given or not served.model.stage.is_last:
         return served.model, None
-    proposer = load(config, config.speculative_model, served)
+    proposer = load(config, served)
     return served.model.tapped(proposer.taps) if proposer.taps else served.model, proposer
 
 
-def load(config: ShardConfig, path: str, served: Served) -> Proposer:
-    """The speculative model in a folder."""
+def load(config: ShardConfig, served: Served) -> Proposer:
+    """The speculative model in a folder, or the layer of the served one."""
+    asked = "--speculative-method is mtp" if config.speculative_model is None else "--speculative-model is given"
     if served.model.spec.encoder is not None or not served.model.kv_shape(served.dtype).num_layers:
         kind = "is an encoder-decoder" if served.model.spec.encoder is not None else "has no attention"
-        raise ValueError(f"--speculative-model is given, but the model {kind}: leave it out")
+        raise ValueError(f"{asked}, but the model {kind}: leave it out")
     if served.kv_offloaded:
-        raise ValueError("--speculative-model is given, but KV blocks stream: leave out one of both")
-    folder = Path(path)
+        raise ValueError(f"{asked}, but KV blocks stream: leave out one of both")
+    if config.speculative_model is None:
+        predictor = load_predictor(served.weights, served.model, served.backend, served.dtype, served.cache)
+        return HeadProposer(predictor, MOST_PROPOSALS)
+    folder = Path(config.speculative_model)
     hf_config = json.loads((folder / "config.json").read_text())
-    kind = next(kind for kind in KINDS if kind.fits(hf_config))
-    if config.speculative_method not in ("auto", kind.method):
+    found = next(kind for kind in KINDS if kind.fits(hf_config))
+    if config.speculative_method not in ("auto", found.method):
         raise ValueError(
-            f"--speculative-method is {config.speculative_method}, but --speculative-model is {kind.name}: use auto or "
-            f"{kind.method}"
+            f"--speculative-method is {config.speculative_method}, but --speculative-model is {found.name}: use auto "
+            f"or {found.method}"
         )
-    return kind.load(config, folder, hf_config, served)
+    return found.load(config, folder, hf_config, served)
 
 
 def _medusa(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> Proposer:

@@ -21,9 +21,9 @@ from server.arch.names import NameMap
 from server.arch.spec import Activation
 from server.checkpoint import formats
 from server.checkpoint.weights import Checkpoint, Weights
-from server.drafting.chain import Chain
+from server.drafting.chain import Chain, Link
+from server.drafting.head import rows_of
 from server.drafting.served import Served
-from server.drafting.spans import spans
 from server.layers.embedding import Head, load_head
 from server.layers.linear import GatheredLinear, load_gathered
 from server.stepping.proposals import Came, Proposal, Surroundings
@@ -88,13 +88,17 @@ class Medusa:
         self, plan: StepRuns, features: Tensor | None, came: Sequence[Came], wanted: Mapping[int, int]
     ) -> list[Proposal]:
         assert features is not None and self._around is not None
-        asked = [span for span in spans(plan, came) if span.came and wanted.get(span.run.sequence.id, 0) > 0]
+        tokens = {sequence.id: token_ids for sequence, token_ids in came if wanted.get(sequence.id, 0) > 0}
+        asked = [row for row in rows_of(plan, tokens) if row.sequence.id in tokens]
         if not asked:
             return []
-        around = self._around
-        links = [span.link(min(wanted[span.run.sequence.id], self.most)) for span in asked]
+        around, drafted = self._around, {run.sequence.id for run in plan.drafts if run.guesses}
+        links = []
+        for row in asked:
+            id = row.sequence.id
+            links.append(Link(row.sequence, row.end, min(wanted[id], self.most), tokens[id] if id in drafted else ()))
         places = {link.sequence.id: place for place, link in enumerate(links)}
-        hidden = features.index_select(0, around.device.upload([span.last_row for span in asked]))
+        hidden = features.index_select(0, around.device.upload([row.at + len(row.behind) - 1 for row in asked]))
         chain = Chain(around.chooser, around.device, around.vocabulary.size)
 
         def choose(some: Sequence[Any], previous: Tensor, place: int) -> Chosen:
@@ -104,7 +108,7 @@ class Medusa:
             head = self._heads[place]
             return chain.chosen(some, lambda part: head(own[part]), place=place, previous=previous)
 
-        latest = around.device.upload([span.came[-1] for span in asked])
+        latest = around.device.upload([row.behind[-1] for row in asked])
         return chain(links, choose(links, latest, 0), choose)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from server.backends.protocol import Backend
+from server.checkpoint.weights import Weights
 from server.model.transformer import Transformer
 from server.quantisation.kv import KvFormat
 
@@ -16,6 +17,7 @@ class Served:
     """The model that is served, on one rank."""
 
     model: Transformer
+    weights: Weights
     backend: Backend
     dtype: torch.dtype
     cache: KvFormat

@@ -131,7 +131,7 @@ def load_engine(
     proposer = None
     if speculative is not None:
         config = ShardConfig(**_places(folder, shard), quantize_head=quantise_head, **speculative)
-        served = Served(model, backend, dtype, KV_FORMATS[kv_cache], model.kv_placement.offloaded)
+        served = Served(model, weights, backend, dtype, KV_FORMATS[kv_cache], model.kv_placement.offloaded)
         model, proposer = drafting.beside(config, served)
     watermark = Watermark(gamma=0.5, delta=2.0)
     engine = Engine(model, shard, backend, dtype, watermark, why_not, neighbours=neighbours, proposer=proposer)
@@ -307,7 +307,7 @@ class Asking(Drafter):
 
 
 @dataclass
-class Noting(Asking):
+class PartlyRight(Asking):
     """Notes all that was proposed. Guesses are those, or of the right ones some, so that drafts are right in part."""
 
     right: float = 0.5

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from server.stepping.engine import Engine
-from tests.server.driver import Noting, Prompt, generate
+from tests.server.driver import PartlyRight, Prompt, generate
 from tests.server.stepping.test_drafts import prompts, results
 
 # All tokens of a sequence, how many of them are known, and how many are wanted → what stands behind those.
@@ -24,19 +24,19 @@ def check_answers(
     seed: int = 0,
     make: Callable[[], list[Prompt]] = prompts,
     expected: Sequence[Prompt] | None = None,
-) -> tuple[Sequence[Prompt], Noting]:
+) -> tuple[Sequence[Prompt], PartlyRight]:
     """Answers are those without proposals, though some are refused; the prompts, and what was noted.
 
     expected: what they are; None: the engine's own.
     """
     expected = generate(engine, make()) if expected is None else expected
-    drafter = Noting([p.tokens for p in expected], asked=asked, seed=seed)
+    drafter = PartlyRight([p.tokens for p in expected], asked=asked, seed=seed)
     assert results(expected) == results(generate(engine, make(), drafter))
     assert drafter.noted and drafter.accepted > 10 and drafter.refused > 10
     return expected, drafter
 
 
-def check_proposals(expected: Sequence[Prompt], drafter: Noting, reference: Reference) -> None:
+def check_proposals(expected: Sequence[Prompt], drafter: PartlyRight, reference: Reference) -> None:
     """What was proposed for plain greedy sequences is what the reference proposes."""
     for id, got, proposed in drafter.noted:
         prompt = expected[id]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Drafter, Noting, Prompt, generate, greedy, load_engine, sampled
+from tests.server.driver import CPU, GREEDY, Drafter, PartlyRight, Prompt, generate, greedy, load_engine, sampled
 from tests.server.offload.streaming import offloaded, streaming
 
 SAMPLINGS = [
@@ -90,7 +90,7 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
         )
         found = [prompt.tokens for prompt in generate(engine, prompts())]
         if proposes:
-            drafter = Noting(found)
+            drafter = PartlyRight(found)
             found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
             return found + [[id, got, *token_ids] for id, got, token_ids in drafter.noted]
         return [prompt.tokens for prompt in generate(engine, prompts(), Drafter(found))] if has_drafts else found
