@@ -18,9 +18,10 @@ from server.arch.spec import ArchSpec, validate
 from server.checkpoint import formats
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
-from server.drafting import medusa
+from server.drafting import eagle, medusa
 from server.drafting.alignment import AlignedLogits
 from server.drafting.draft_model import DraftModel
+from server.drafting.eagle_layouts import is_eagle
 from server.drafting.head import HeadProposer
 from server.drafting.mtp import load_predictor
 from server.drafting.served import Served
@@ -28,6 +29,8 @@ from server.model import load as model_loading
 from server.model.transformer import Transformer
 from server.stepping.proposals import Proposer
 
+# By `model_type`, or by that of `speculators`, which has more.
+UNSERVED = ("eagle", "medusa", "mlp_speculator", "dflash")
 MOST_PROPOSALS = 16  # of what can propose any number
 
 
@@ -66,6 +69,7 @@ def load(config: ShardConfig, served: Served) -> Proposer:
         return HeadProposer(predictor, MOST_PROPOSALS)
     folder = Path(config.speculative_model)
     hf_config = json.loads((folder / "config.json").read_text())
+    refuse_unserved(folder, hf_config)
     found = next(kind for kind in KINDS if kind.fits(hf_config))
     if config.speculative_method not in ("auto", found.method):
         raise ValueError(
@@ -75,8 +79,25 @@ def load(config: ShardConfig, served: Served) -> Proposer:
     return found.load(config, folder, hf_config, served)
 
 
+def refuse_unserved(folder: Path, hf_config: Mapping[str, Any]) -> None:
+    """Raise ValueError for kinds that are known and not served, and for weights in the pickle format."""
+    served = "a draft model, Medusa heads as TGI reads them, or an EAGLE-3 head"
+    kind = hf_config.get("speculators_model_type") or hf_config.get("model_type")
+    if kind in UNSERVED or ("speculators_model_type" in hf_config and kind != "eagle3"):
+        raise ValueError(f"--speculative-model is of the kind {kind!r}, which is not served: use {served}")
+    if not any(folder.glob("*.safetensors")):
+        other = next((f" but {path.name}" for end in ("bin", "pt") for path in sorted(folder.glob(f"*.{end}"))), "")
+        raise ValueError(
+            f"--speculative-model has no *.safetensors{other}: take one in that format, or save its tensors in it"
+        )
+
+
 def _medusa(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> Proposer:
     return medusa.load(folder, hf_config, served, config.speculate)
+
+
+def _eagle(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> Proposer:
+    return HeadProposer(eagle.load(folder, hf_config, served), MOST_PROPOSALS)
 
 
 def _draft_model(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> DraftModel:
@@ -143,5 +164,6 @@ def _tokens(folder: Path) -> dict[str, int] | None:
 # The first that fits; what is nothing else is a draft model.
 KINDS = (
     Kind("medusa", "Medusa heads", lambda config: "medusa_num_heads" in config, _medusa),
+    Kind("eagle3", "an EAGLE-3 head", is_eagle, _eagle),
     Kind("draft", "a draft model", lambda config: True, _draft_model),
 )

@@ -30,8 +30,6 @@ from server.stepping.proposals import Came, Proposal, Surroundings
 from server.stepping.sampling import Chosen
 from server.stepping.sequences import StepRuns
 
-FILE = "medusa_lm_head"
-
 
 @dataclass(frozen=True)
 class MedusaHead:
@@ -115,12 +113,6 @@ class Medusa:
 def load(folder: Path, hf_config: Mapping[str, Any], served: Served, count: int) -> Medusa:
     """The heads in a folder as TGI reads them. count: how many are wanted, 0 for all. Raises ValueError."""
     config = checked(hf_config)
-    if not any(folder.glob("*.safetensors")):
-        other = next((f" but {path.name}" for path in sorted(folder.glob("*.pt"))), "")
-        raise ValueError(
-            f"--speculative-model has no {FILE}.safetensors{other}: take heads in the safetensors format, or save "
-            "their tensors in it"
-        )
     refuse_other_width(config, served.model.width)
     num_heads, num_blocks = config["medusa_num_heads"], config.get("medusa_num_layers", 1)
     shard = served.model.shard

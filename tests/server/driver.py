@@ -40,6 +40,7 @@ from server.ranks.collectives import Shard
 from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine, Model, StepResult
 from server.stepping.pipeline import StageConnections, StageNeighbours
+from server.stepping.proposals import Proposal
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 
@@ -308,16 +309,19 @@ class Asking(Drafter):
 
 @dataclass
 class PartlyRight(Asking):
-    """Notes all that was proposed. Guesses are those, or of the right ones some, so that drafts are right in part."""
+    """Notes all that was proposed, and behind how many tokens of an answer.
+
+    Guesses are proposals or of the right tokens some, so that drafts are right in part.
+    """
 
     right: float = 0.5
-    noted: list[tuple[int, int, list[int]]] = field(default_factory=list)  # sequence, tokens that it had got, proposals
+    noted: list[tuple[int, Proposal]] = field(default_factory=list)
     got: Counter[int] = field(default_factory=Counter)
 
     def read(self, result: StepResult) -> None:
         super().read(result)
         self.got.update(result.ids)
-        self.noted += [(id, self.got[id], list(token_ids)) for id, token_ids, _ in result.proposals]
+        self.noted += [(self.got[proposal.id], proposal) for proposal in result.proposals]
 
     def guesses(self, id: int, so_far: int, count: int) -> list[int]:
         right = [self._guess(token) for token in self.answers[id][so_far : so_far + count]]

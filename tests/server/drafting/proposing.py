@@ -13,8 +13,9 @@ from server.stepping.engine import Engine
 from tests.server.driver import PartlyRight, Prompt, generate
 from tests.server.stepping.test_drafts import prompts, results
 
-# All tokens of a sequence, how many of them are known, and how many are wanted → what stands behind those.
-Reference = Callable[[Sequence[int], int, int], Sequence[int]]
+# All tokens of a sequence, how many of them are known, and how many are wanted → greedily chosen tokens that stand
+# behind those, and the logits [V] by which each was.
+Reference = Callable[[Sequence[int], int, int], Sequence[tuple[int, Tensor]]]
 
 
 def check_answers(
@@ -37,11 +38,13 @@ def check_answers(
 
 
 def check_proposals(expected: Sequence[Prompt], drafter: PartlyRight, reference: Reference) -> None:
-    """What was proposed for plain greedy sequences is what the reference proposes."""
-    for id, got, proposed in drafter.noted:
-        prompt = expected[id]
-        known = len(prompt.token_ids) + got
-        assert list(reference([*prompt.token_ids, *prompt.tokens], known, len(proposed))) == proposed, (id, got)
+    """What was proposed for plain greedy sequences is what the reference proposes, as likely as it is there."""
+    for got, proposal in drafter.noted:
+        prompt, count = expected[proposal.id], len(proposal.token_ids)
+        found = reference([*prompt.token_ids, *prompt.tokens], len(prompt.token_ids) + got, count)
+        assert [token for token, _ in found] == proposal.token_ids, (proposal, got)
+        logprobs = torch.stack([logits.log_softmax(0).max() for _, logits in found])
+        torch.testing.assert_close(torch.tensor(proposal.logprobs), logprobs, atol=1e-4, rtol=0, check_dtype=False)
 
 
 def hidden_states(folder: Path) -> Callable[[Sequence[int]], tuple[Tensor, ...]]:

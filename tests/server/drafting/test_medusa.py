@@ -80,9 +80,10 @@ def case(checkpoints: Checkpoints, folder: Path, name: str, *, blocks: int = 1, 
     if not own_heads:
         shared = AutoModelForCausalLM.from_pretrained(served, dtype=torch.float32).get_output_embeddings().weight
 
-    def propose(token_ids: Sequence[int], known: int, count: int) -> list[int]:
-        hidden = states(token_ids)[-1][known - 2 : known - 1]
-        return [int(reference(tensors, hidden, shared, blocks, head).argmax()) for head in range(count)]
+    def propose(token_ids: Sequence[int], known: int, count: int) -> list[tuple[int, Tensor]]:
+        hidden = states(token_ids)[-1][known - 2]
+        found = [reference(tensors, hidden, shared, blocks, head) for head in range(count)]
+        return [(int(logits.argmax()), logits) for logits in found]
 
     return served, folder, propose
 
@@ -97,7 +98,7 @@ def test_heads_propose_what_a_reference_does(
     engine = load_engine(served, kernels=kernels, speculative=beside(folder, speculative_method="medusa"), **SIZES)
     expected, drafter = check_answers(engine, make=plain_prompts)
     check_proposals(expected, drafter, propose)
-    assert {len(proposed) for _, _, proposed in drafter.noted} == {1, 2, HEADS}
+    assert {len(proposal.token_ids) for _, proposal in drafter.noted} == {1, 2, HEADS}
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -171,7 +172,7 @@ def rename(folder: Path) -> None:
         (partial(spoil, medusa_num_heads=4), {}, "tensor 3.0.linear.weight is missing"),
         (partial(spoil, medusa_num_heads="3"), {}, "medusa_num_heads '3', which must be a whole number"),
         (partial(save, width=64, vocab_size=104), {}, "has 104 tokens and the model 103"),
-        (rename, {}, "no medusa_lm_head.safetensors but medusa_lm_head.pt: take heads in the safetensors format"),
+        (rename, {}, "no \\*.safetensors but medusa_lm_head.pt: take one in that format"),
         (
             spoil,
             {"speculative_method": "draft"},

@@ -92,7 +92,7 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
         if proposes:
             drafter = PartlyRight(found)
             found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
-            return found + [[id, got, *token_ids] for id, got, token_ids in drafter.noted]
+            return found + [[proposal.id, got, *proposal.token_ids] for got, proposal in drafter.noted]
         return [prompt.tokens for prompt in generate(engine, prompts(), Drafter(found))] if has_drafts else found
 
 
