@@ -311,6 +311,7 @@ class LayerSpec:
     kv_heads: KvHeads | None = None  # where they are not the model's
     keys_are_values: bool = False  # values are what the matrix of keys gives, before norm and rotation
     kv_from: int = 0  # how many layers before it keeps the keys and values that it attends to; 0: it has its own
+    num_inputs: int = 1  # vectors of the model's width side by side that queries, keys and values are made of
 
     @property
     def reach(self) -> int:

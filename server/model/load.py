@@ -343,11 +343,12 @@ class StackLoader:
     def _qkv(self, layer: LayerSpec) -> ColumnLinear:
         """[q | k | v] of this rank's heads, from one tensor or from three; without v where values are keys."""
         spec, weights, kv = self.spec, self.weights, self.spec.kv_heads(layer)
+        inputs = layer.num_inputs * spec.hidden_size
         heads, kv_heads = range(*weights.shard.range(spec.num_heads)), local_kv_heads(kv.count, weights.shard)
         if weights.has("qkv"):
             layout = weights.names.qkv_layout
             ranges = head_ranges(layout, spec.num_heads, kv.count, kv.dim, heads, kv_heads)
-            size = ((spec.num_heads + 2 * kv.count) * kv.dim, spec.hidden_size)
+            size = ((spec.num_heads + 2 * kv.count) * kv.dim, inputs)
             return load_column(weights, "qkv", size, self.backend.linear, bias=spec.qkv_bias, ranges=ranges)
         kv_part = [(kv_heads.start * kv.dim, kv_heads.stop * kv.dim)]
         queries = spec.num_heads * (2 if self._has_gates_in_q else 1)
@@ -356,7 +357,7 @@ class StackLoader:
             parts["v"] = (kv.count, kv_part)
         matrices, biases = [], []
         for role, (count, part) in parts.items():
-            matrices.append(weights.linear(role, (count * kv.dim, spec.hidden_size), rows=part))
+            matrices.append(weights.linear(role, (count * kv.dim, inputs), rows=part))
             if spec.qkv_bias:
                 biases.append(weights.bias(role, count * kv.dim, ranges=part))
         return ColumnLinear(stacked(matrices, self.backend.linear), torch.cat(biases) if biases else None)

@@ -105,8 +105,13 @@ def test_rings_leave_its_blocks_alone(checkpoints: Checkpoints, kernels: Kernels
 
 @pytest.mark.rest
 def test_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """They propose the same, and that is what comes."""
     folders = [checkpoints(case)[0] for case in ("llama", "bloom")]
-    expected = {f"{folder}?{folder}": tensor_parallel.tokens(folder, Shard()) for folder in folders}
+    expected = {f"{folder}?{folder}": tensor_parallel.tokens(f"{folder}?{folder}", Shard()) for folder in folders}
+    for folder in folders:
+        answers = tensor_parallel.tokens(folder, Shard())
+        *came, proposed = expected[f"{folder}?{folder}"][: len(answers) + 1]
+        assert answers == came and answers[proposed[0]][proposed[1] :][: len(proposed) - 2] == proposed[2:]
     assert [expected] * 2 == run_ranks([*expected], 2, tmp_path / "rendezvous")
 
 

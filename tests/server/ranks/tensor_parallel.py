@@ -21,7 +21,18 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Asking, Drafter, Noting, Prompt, generate, greedy, load_engine, sampled
+from tests.server.driver import (
+    CPU,
+    GREEDY,
+    Drafter,
+    Noting,
+    PartlyRight,
+    Prompt,
+    generate,
+    greedy,
+    load_engine,
+    sampled,
+)
 from tests.server.offload.streaming import offloaded, streaming
 
 SAMPLINGS = [
@@ -60,8 +71,8 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
 
     model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
     weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files. A ! behind
-    all that: sequences have drafts; a ? and a folder: those of the speculative model there; ?mtp: behind the prompts'
-    tokens stands what the model's own layer proposed.
+    all that: sequences have drafts; a ? and a folder, or ?mtp: those of the speculative model there, or of the served
+    one's own layer, whose proposals stand behind the tokens.
     """
     model, proposes, speculative = str(model).partition("?")
     model, has_drafts, _ = model.partition("!")
@@ -95,9 +106,9 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             found = [prompt.tokens for prompt in generate(engine, prompts(), noting)]
             return found + [[id, *proposal.token_ids] for id, _, proposal in noting.noted]
         if proposes:
-            drafter = Asking(found)
+            drafter = PartlyRight(found)
             found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
-            assert drafter.accepted > 3
+            return found + [[proposal.id, got, *proposal.token_ids] for got, proposal in drafter.noted]
         return [prompt.tokens for prompt in generate(engine, prompts(), Drafter(found))] if has_drafts else found
 
 
