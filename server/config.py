@@ -74,6 +74,10 @@ class ShardConfig:
     is_null: bool = False  # answer with fixed tokens and load nothing: server/null.py
     version: str = ""  # of Lockstep: what one version keeps on disk, another does not read
     log_level: str = "info"  # the public setting of this name, which RouterConfig describes
+    # Likewise; of the model's name the launcher made its folder.
+    speculative_model: str | None = None  # local folder with config.json and *.safetensors
+    speculative_method: str = "auto"
+    speculate: int = 0  # tokens proposed for a sequence in a step, at most
 
     dtype: str | None = field(
         default=None,

@@ -30,6 +30,8 @@ from server.checkpoint.formats import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import DTYPES, THROUGH_HOST, ShardConfig, dtype_for, parse_graph_sizes
+from server.drafting import load as drafting
+from server.drafting.served import Served
 from server.layers.embedding import with_own_head
 from server.model import load as model_loading
 from server.model import placement as placing
@@ -45,6 +47,7 @@ from server.ranks import collectives
 from server.ranks.collectives import Shard
 from server.stepping.engine import Engine, Model
 from server.stepping.pipeline import Neighbours, NoNeighbours, StageNeighbours, connect_stages
+from server.stepping.proposals import Proposer
 from server.stepping.sampling import Watermark
 
 log = logging.getLogger(__name__)
@@ -82,6 +85,7 @@ class Loaded:
     moved_bytes: Callable[[], int] = lambda: 0  # of them, from and to a disk, so far
     times: Times | None = None  # what streaming has cost, where weights stream
     neighbours: Neighbours = field(default_factory=NoNeighbours)  # of a pipeline stage
+    proposer: Proposer | None = None  # a speculative model
 
 
 @dataclass
@@ -131,6 +135,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         *(model, loaded.shard, loaded.backend, loaded.dtype, watermark, why_not, sizes),
         moved_bytes=loaded.moved_bytes,
         neighbours=loaded.neighbours,
+        proposer=loaded.proposer,
     )
     engine.times = loaded.times
     info = pb.InfoReply(
@@ -152,6 +157,8 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         decoder_start=model.decoder_start,
         shares_prefixes=model.shares_prefixes,
         takes_drafts=model.takes_drafts,
+        most_proposals=loaded.proposer.most if loaded.proposer is not None else 0,
+        proposes=loaded.proposer.description if loaded.proposer is not None else "",
         offloaded=loaded.offloaded,
         has_tiers=model.shares_prefixes and config.has_tiers,
         kv_cache_dtype=engine.kv_shape.format.name if engine.kv_shape.format != AS_COMPUTED else _name(loaded.dtype),
@@ -227,7 +234,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         report if shard.rank == 0 else lambda: None,  # the ranks of a stage load alike
         stage,
     )
-    offloaded = placing.described(placement)
+    model, proposer = drafting.beside(config, Served(model, weights, backend, dtype, cache))
     streams = isinstance(placement, Streaming) and bool(placement.stored)
     why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.stage_size)
     return Loaded(
@@ -239,10 +246,11 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         backend.description,
         why_not,
         quantised.description,
-        offloaded,
+        placing.described(placement),
         placement.moved_bytes,
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
+        proposer,
     )
 
 

@@ -326,6 +326,11 @@ def to_reply(step: int, result: StepResult) -> pb.StepReply:
         top_ids=[id for ids in result.top_ids for id in ids],
         top_logprobs=[value for values in result.top_logprobs for value in values],
         forward_ns=result.forward_ns,
+        proposal_ids=[proposal.id for proposal in result.proposals],
+        proposal_counts=[len(proposal.token_ids) for proposal in result.proposals],
+        proposal_tokens=[token for proposal in result.proposals for token in proposal.token_ids],
+        proposal_logprobs=[logprob for proposal in result.proposals for logprob in proposal.logprobs],
+        propose_ns=result.propose_ns,
     )
     for id, known in result.prompt.items():
         reply.prompt.add(id=id, logprobs=known.logprobs, top_ids=known.top_ids, top_logprobs=known.top_logprobs)

@@ -69,6 +69,8 @@ def refuse_settings(config: ShardConfig) -> None:
         "--weights-on-device": config.weights_on_device != AUTO and not Share.parse(config.weights_on_device).is_all,
         "--kv-on-device": not Share.parse(config.kv_on_device).is_all,
         "--rope-scaling and --rope-factor": bool(config.rope_scaling or config.rope_factor),
+        "--speculative-model": config.speculative_model is not None,
+        "--speculative-method mtp": config.speculative_method == "mtp",
     }
     _refuse(wishes, "config.json names no model of Lockstep's own, and transformers serves it")
 

@@ -53,6 +53,7 @@ class Stack:
     project_out: LinearFormat | None  # back to the embedding's width
     per_layer: PerLayerEmbedding | None = None  # of the first stage, where layers are given inputs of their own
     layers_behind: int = 0  # of later stages
+    taps: Sequence[int] = ()  # layers of which a speculative model reads the residual stream before them, ascending
 
     def __call__(
         self,
@@ -64,13 +65,22 @@ class Stack:
     ) -> Tensor:
         """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, W] per layer, written in place.
 
+        Where there are taps, what is read there stands behind them: [T, D * (1 + taps)].
+
         hidden: [T, D] behind the layers of the stage before, where there is one. Where layers are given inputs of
         their own, those of this stage's layers and of later ones stand behind it, and behind what is returned.
         """
         stream, step = self.begin(token_ids, meta, cross, hidden)
-        for layer, kv in zip(self.layers, kv_caches, strict=True):
+        read = []
+        for index, (layer, kv) in enumerate(zip(self.layers, kv_caches, strict=True)):
+            if index in self.taps:
+                read.append(stream.total)
             stream = layer(stream, kv, step)
+        if len(self.layers) in self.taps:
+            read.append(stream.total)
         hidden = self.end(stream)
+        if read:
+            return torch.cat([hidden, *read], dim=1)
         if step.per_layer is None or not self.layers_behind:
             return hidden
         return torch.cat([hidden, step.per_layer[:, -self.layers_behind :].flatten(1)], dim=1)
@@ -162,7 +172,16 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → [R, Vl]. See `Head`."""
         assert self.head is not None, "the last stage has the head"
-        return self.head(hidden)
+        return self.head(hidden[:, : self.width] if self.decoder.taps else hidden)
+
+    def tapped(self, taps: Sequence[int]) -> Transformer:
+        """The same model, which gives the residual stream before these layers behind its hidden states."""
+        return replace(self, decoder=replace(self.decoder, taps=tuple(sorted(taps))))
+
+    @property
+    def width(self) -> int:
+        """Of final hidden states, D."""
+        return self.spec.embed_dim or self.spec.hidden_size
 
     @property
     def nbytes(self) -> int:

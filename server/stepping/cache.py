@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,12 +53,14 @@ class KVShape:
     window: int = 0  # the largest of the whole model, where its layers may have rings; 0: they may not
     windows: tuple[int, ...] = ()  # of each layer that keeps keys and values, 0 where it sees all; empty: all see all
     ring: Ring | None = None  # of each windowed layer and sequence; None: such layers have blocks as the others do
+    beside: KVShape | None = None  # what a speculative model keeps of each token, in blocks; None: nothing
 
     @property
     def layers(self) -> Sequence[KVShape]:
         """The same of each layer alone."""
         sizes = self.sizes or ((self.num_kv_heads, self.head_dim),) * self.num_layers
-        one = replace(self, num_layers=1, sizes=(), states=(), sources=(), attending=(), windows=(), ring=None)
+        alone: dict[str, Any] = dict.fromkeys(("sizes", "states", "sources", "attending", "windows"), ())
+        one = replace(self, num_layers=1, ring=None, beside=None, **alone)
         return [replace(one, num_kv_heads=kv_heads, head_dim=head_dim) for kv_heads, head_dim in sizes]
 
     @property
@@ -68,11 +70,15 @@ class KVShape:
 
     @property
     def paged(self) -> Sequence[KVShape]:
-        """Those of the layers without rings. Where all have one, blocks hold copies from rings alone, of one's size."""
+        """Those of the layers without rings. Where all have one, blocks hold copies from rings alone, of one's size.
+
+        Behind them those of a speculative model.
+        """
+        beside = [] if self.beside is None else self.beside.layers
         if self.ring is None:
-            return self.layers
+            return [*self.layers, *beside]
         layers = [layer for layer, window in zip(self.layers, self.windows, strict=True) if not window]
-        return layers or self.layers[:1]
+        return [*(layers or self.layers[:1]), *beside]
 
     @property
     def ringed(self) -> Sequence[KVShape]:
@@ -86,7 +92,7 @@ class KVShape:
         kept states."""
         if self.holds_states_alone:
             return kept_state_bytes(STATE_DTYPE.itemsize * sum(self.states))
-        if self.sizes or self.ring is not None:
+        if self.sizes or self.ring is not None or self.beside is not None:
             return sum(layer.bytes_per_token for layer in self.paged)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
         return self.rows * self.num_layers * self.num_kv_heads * row_bytes

@@ -11,7 +11,9 @@ every decision about what runs when (the router's).
 from __future__ import annotations
 
 import gc
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,9 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from server.arch.footprint import LOGIT_ROWS
 from server.backends.device import Device, Event
-from server.backends.protocol import Backend
+from server.backends.protocol import Backend, GraphCapture
 from server.blocks import num_blocks
 from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
@@ -38,10 +39,12 @@ from server.stepping.cache import (
     beside_states,
 )
 from server.stepping.checkpoints import Checkpoints, RingCopies
+from server.stepping.decoding import Decoding
 from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
-from server.stepping.sampling import Chosen, Watermark, choose_captured
+from server.stepping.proposals import Came, Proposal, Proposer, Surroundings
+from server.stepping.sampling import Chosen, Watermark
 from server.stepping.sequences import NOTHING, SequenceState, SequenceTable, StepError, StepRuns, TokenRun
 from server.stepping.vocabulary import Vocabulary
 
@@ -68,18 +71,22 @@ class Engine:
         graph_sizes: Sequence[int] | None = None,
         moved_bytes: Callable[[], int] = lambda: 0,
         neighbours: Neighbours | None = None,
+        proposer: Proposer | None = None,
     ):
         self.model = model
+        self.proposer = proposer
         self.neighbours = neighbours or NoNeighbours()
         self.moved_bytes = moved_bytes
         self.shard = shard
         self.backend = backend
         self.device = backend.device
-        self.kv_shape = model.kv_shape(dtype)
+        self.kv_shape = replace(model.kv_shape(dtype), beside=None if proposer is None else proposer.kv_shape)
         self.kv_placement = model.kv_placement
         self.has_encoder = model.decoder_start is not None
         self._vocabulary = Vocabulary(backend.logits, shard, model.vocab_size, *model.vocab_range)
+        self._watermark = watermark
         self._choose = TokenChooser(watermark, backend.device, self._vocabulary)
+        self._unread: deque[Launched] = deque()  # steps whose tokens the proposer has not been told yet
         self._caches: list[Kept] = []  # of each layer: KV blocks, the states of all sequences, or both
         self._kv_caches: list[Tensor] = []  # those of them that are KV blocks
         self._sequences: SequenceTable | None = None
@@ -116,7 +123,8 @@ class Engine:
         )
         rows, shape = self._sequences.num_rows, self.kv_shape
         rings = allocate_rings(shape, rows - 1, self.device)
-        self._caches = beside_states(shape, self._kv_caches, rings, rows + self._sequences.num_spares, self.device)
+        own, beside = self._divided(self._kv_caches)
+        self._caches = beside_states(shape, own, rings, rows + self._sequences.num_spares, self.device)
         if shape.ring is not None:
             self._ring_copies = RingCopies(self._parts_of(rings, shape.ringed), self._block_parts())
         elif shape.bytes_per_sequence and not self.kv_placement.offloaded:
@@ -125,18 +133,33 @@ class Engine:
             self._checkpoints = Checkpoints(states, self._block_parts())
         tables = Tables.empty(rows, self._sequences.longest, self.device.torch_device, shape.ring)
         self._tables = tables
-        if self.why_not_captured is None:
-            self._graphs = self._make_graphs(tables, most=sequences or LEAST_SEQUENCES)
+        capture = self._capture() if self.why_not_captured is None else None
+        if capture is not None:
+            self._graphs = self._make_graphs(capture, tables, most=sequences or LEAST_SEQUENCES)
+        if self.proposer is not None:
+            chooser, most = TokenChooser(self._watermark, self.device, self._vocabulary), sequences or LEAST_SEQUENCES
+            self.proposer.open(Surroundings(tables, beside, self.device, chooser, self._vocabulary, capture, most))
+            if self._graphs is not None:
+                self._graphs = replace(self._graphs, beside=self.proposer.captures())
 
-    def _make_graphs(self, tables: Tables, most: int) -> Graphs:
-        """For batches of at most `most` sequences."""
+    def _divided(self, kv_caches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The model's own, and those of the speculative model."""
+        count = len(kv_caches) - (0 if self.kv_shape.beside is None else self.kv_shape.beside.num_layers)
+        return kv_caches[:count], kv_caches[count:]
+
+    def _capture(self) -> GraphCapture:
         capture = self.backend.graph_capture(self._wanted_sizes)
         if not capture.computes:
             capture = self._agreed = AgreedCapture(capture, self.shard, self.device.torch_device)
+        return capture
+
+    def _make_graphs(self, capture: GraphCapture, tables: Tables, most: int) -> Graphs:
+        """For batches of at most `most` sequences."""
         stage, width, dtype = self.neighbours.stage, self.neighbours.width, self.neighbours.dtype
         carried = None if stage.is_first else torch.empty(0, width, dtype=dtype, device=self.device.torch_device)
+        decode = Decoding(self._hidden, self.model.logits, self._vocabulary, gives_hidden=self._reads_features)
         decodes = DecodeGraphs(
-            capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
+            capture, decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
         )
         # A recurrence in stock operators asks the host where prompts end.
         is_plain = not self.has_encoder and stage.count == 1 and not any(self.kv_shape.states)
@@ -149,6 +172,9 @@ class Engine:
         if self.slots is not None:
             self.slots.close()
         has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
+        if self.proposer is not None:
+            self.proposer.close()
+        self._unread.clear()
         self._caches, self._kv_caches, self._checkpoints, self._ring_copies = [], [], None, None
         self._graphs, self._agreed, self._tables, self.slots = None, None, None, None
         self.kv_placement.release()
@@ -227,6 +253,8 @@ class Engine:
             self._load(request)
             if plan.computes:
                 launched = self._run(plan, self._tables, started)
+                if self.proposer is not None:
+                    self._speculate(self.proposer, request, plan, launched)
                 for row, blocks in self._states(request.kept_ids, request.kept_blocks):
                     self._kept_states.keep(row, self.device.upload(blocks))
                 return launched
@@ -234,6 +262,31 @@ class Engine:
         except BaseException:
             self._sequences.drop(request)
             raise
+
+    @property
+    def _reads_features(self) -> bool:
+        return self.proposer is not None and self.proposer.reads_features
+
+    def _features(self, hidden: Tensor) -> Tensor | None:
+        """What a step keeps of its tokens until it is read: what a proposer goes on from."""
+        return hidden if self._reads_features else None
+
+    def _speculate(self, proposer: Proposer, request: pb.StepRequest, plan: StepRuns, launched: Launched) -> None:
+        """Have tokens proposed behind those of a step, where the router asks for them."""
+        proposer.see(plan)
+        launched.tell(proposer.came)
+        while self._unread and self._unread[0].is_read:
+            self._unread.popleft()
+        self._unread.append(launched)
+        features = launched.features
+        if not request.proposals:
+            proposer.follow(plan, features)
+            return
+        came = [step.finish().came for step in self._unread][-1]
+        began = time.perf_counter_ns()
+        wanted = dict.fromkeys(request.proposed_ids, min(request.proposals, proposer.most))
+        proposals = proposer.propose(plan, features, came, wanted)
+        launched.propose(proposals, time.perf_counter_ns() - began)
 
     def _states(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
         """The rows of these sequences, and the blocks of their states; none where other stages alone have states."""
@@ -307,19 +360,20 @@ class Engine:
         prompt = reported_tokens(step.forward, hidden, self.model.logits, self._vocabulary, self.device)
         at, forward = step.sample_at, step.forward
         found = hidden, forward.meta.positions[at] + 1, forward.token_ids[at], step.sample_rows
-        return self._sample(step.sampled, found, plan, tables, started, at, prompt)
+        return self._sample(step.sampled, found, plan, tables, started, at, prompt).showing(self._features(hidden))
 
     def _run_graph(self, plan: StepRuns, tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
         runs, is_last = plan.decodes, self.neighbours.stage.is_last
         form = graphs.form_of(runs) if is_last else Form.HIDDEN
         found = graphs.run(runs, form, self.neighbours.carried(len(runs)))
         if form is not Form.HIDDEN:
-            token_ids, logprobs, _ = found
+            token_ids, logprobs, *rest = found
             self.neighbours.give_tokens(token_ids)
-            return Launched(runs, [Chosen(token_ids, logprobs)], {}, started, self.device, self.shard.check)
+            chosen = [Chosen(token_ids, logprobs)]
+            return Launched(runs, chosen, {}, started, self.device, self.shard.check).showing(self._features(rest[0]))
         if not is_last:
             return self._hand_on(Carried(found[0]), runs, found[-1], started)
-        return self._sample(runs, found, plan, tables, started)
+        return self._sample(runs, found, plan, tables, started).showing(self._features(found[0]))
 
     def _hand_on(self, carried: Carried, sampled: Sequence[TokenRun], rows: Tensor, started: Clock) -> Launched:
         """End this stage's part of a step; the last stage gives the tokens."""
@@ -327,7 +381,8 @@ class Engine:
         return Launched([], [], {}, started, self.device, self.shard.check)
 
     def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
-        return self._sample(plan.sampled, graphs.run(plan), plan, tables, started)
+        found, hidden = graphs.run(plan)
+        return self._sample(plan.sampled, found, plan, tables, started).showing(self._features(hidden))
 
     def _sample(
         self,
@@ -358,28 +413,6 @@ class Engine:
             self.neighbours.give_tokens(token_ids)
         return Launched(runs, chosen, prompt or {}, started, self.device, self.shard.check)
 
-    def _decode(self, forward: Forward, form: Form, settings: Tensor) -> tuple[Tensor, ...]:
-        """What is captured of a decode step, in which every sequence has one token and gets the next."""
-        hidden = self._hidden(forward)
-        if form is Form.HIDDEN:
-            return hidden, forward.meta.positions + 1, forward.token_ids
-        if form is Form.SAMPLED:
-            return self._sample_captured(hidden, settings, forward.meta.positions + 1)
-        logits = self.model.logits(hidden)
-        # What a sampler does for plain tokens, and nothing else: a graph repeats every operator.
-        best = self._vocabulary.summarise(logits, 1)
-        return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1)
-
-    def _sample_captured(self, hidden: Tensor, settings: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """The next tokens and their log-probabilities, from a few rows of logits at a time."""
-        parts = [
-            choose_captured(self._vocabulary, self.model.logits(rows), part, at)
-            for rows, part, at in zip(
-                hidden.split(LOGIT_ROWS), settings.split(LOGIT_ROWS, dim=1), positions.split(LOGIT_ROWS), strict=True
-            )
-        ]
-        return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-
 
 class Launched:
     """A step that the device is computing."""
@@ -403,6 +436,30 @@ class Launched:
         self._started = started
         self._check = check
         self._done = device.event()
+        self._lock = threading.Lock()
+        self._result: StepResult | None = None
+        self._told: Callable[[Sequence[Came]], None] = lambda came: None
+        self._proposals: Sequence[Proposal] = ()
+        self._propose_ns = 0
+        self.features: Tensor | None = None  # [T, F] of the step's tokens, until the next step
+
+    def showing(self, features: Tensor | None) -> Launched:
+        """The same step, whose tokens have these features."""
+        self.features = features
+        return self
+
+    def tell(self, told: Callable[[Sequence[Came]], None]) -> None:
+        """Have somebody told what came, as soon as it is read."""
+        self._told = told
+
+    def propose(self, proposals: Sequence[Proposal], took_ns: int) -> None:
+        """Add what was proposed behind what came."""
+        self._proposals, self._propose_ns = proposals, took_ns
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its tokens have been read."""
+        return self._result is not None
 
     @property
     def is_done(self) -> bool:
@@ -410,10 +467,18 @@ class Launched:
         return self._done is None or self._done.query()
 
     def finish(self) -> StepResult:
-        """Wait for the device and read the tokens. Raises PeerLost, and what the device fails with.
+        """Wait for the device and read the tokens, once. Raises PeerLost, and what the device fails with.
 
         Of a draft there are those up to the first that was not guessed.
         """
+        with self._lock:
+            if self._result is None:
+                result = self._read()
+                self._told(result.came)
+                self._result = result
+        return replace(self._result, proposals=self._proposals, propose_ns=self._propose_ns)
+
+    def _read(self) -> StepResult:
         if self._done is not None:
             self._done.synchronize()
         self._check()
@@ -421,6 +486,7 @@ class Launched:
         logprobs = [logprob for part in self._chosen for logprob in part.logprobs.tolist()]
         sequences, came = _came(self._sampled, token_ids)
         top_ids, top_logprobs = self._candidates(sequences, came)
+        self.features = None
         return StepResult(
             ids=[s.id for s in sequences],
             token_ids=[token_ids[row] for row in came],
@@ -429,6 +495,7 @@ class Launched:
             top_logprobs=top_logprobs,
             prompt={id: reported.read() for id, reported in self._prompt.items()},
             forward_ns=self._started.ns_until(self._done),
+            came=_by_sequence(sequences, [token_ids[row] for row in came]),
         )
 
     def _candidates(
@@ -455,6 +522,9 @@ class StepResult:
     top_logprobs: list[list[float]]
     prompt: dict[int, KnownLogprobs]  # of tokens that were known, by sequence
     forward_ns: int
+    came: Sequence[Came] = ()  # the same tokens
+    proposals: Sequence[Proposal] = ()
+    propose_ns: int = 0  # that these took
 
 
 class Clock:
@@ -488,6 +558,16 @@ def _came(runs: Sequence[TokenRun], token_ids: Sequence[int]) -> tuple[list[Sequ
         came += range(first, first + 1 + right)
         first += 1 + len(guesses)
     return sequences, came
+
+
+def _by_sequence(sequences: Sequence[SequenceState], token_ids: Sequence[int]) -> list[Came]:
+    """The tokens of each, which stand side by side."""
+    found: list[tuple[SequenceState, list[int]]] = []
+    for sequence, token in zip(sequences, token_ids, strict=True):
+        if not found or found[-1][0] is not sequence:
+            found.append((sequence, []))
+        found[-1][1].append(token)
+    return [Came(*one) for one in found]
 
 
 def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
@@ -552,8 +632,9 @@ class Graphs:
 
     decodes: DecodeGraphs
     mixed: MixedGraphs | None  # None: those of an encoder-decoder or a pipeline stage are not captured
+    beside: Sequence[Callable[[], None]] = ()  # what captures those of a speculative model
 
     @property
     def kinds(self) -> list[list[Callable[[], None]]]:
         """What captures the graphs that are known beforehand, of each kind the largest first."""
-        return [self.decodes.captures(), self.mixed.captures() if self.mixed else []]
+        return [self.decodes.captures(), self.mixed.captures() if self.mixed else [], list(self.beside)]

@@ -58,8 +58,8 @@ class Form(Enum):
     HIDDEN = auto()  # hidden states, to sample from by anything else; logits of every size would take gigabytes
 
 
-# What is captured: a forward pass, its form and, where it samples, settings. The tokens that are chosen in it are the
-# first of the results; all results have a row for each sequence.
+# What is captured (`decoding.py`): a forward pass, its form and, where it samples, settings. The tokens that are chosen
+# in it are the first of the results; all results have a row for each sequence.
 Decode = Callable[[Forward, Form, Tensor], tuple[Tensor, ...]]
 # What is captured: a forward pass to the hidden states [T, D] of all its tokens.
 Run = Callable[[Forward], Tensor]
@@ -233,17 +233,21 @@ class MixedGraphs:
         """Decodes and prompt tokens of the largest step that is captured. There is one."""
         return self._decodes[-1], self._tokens[-1]
 
-    def run(self, plan: StepRuns) -> tuple[Tensor, ...]:
-        """What the next tokens are chosen from, a row for each sequence that gets one: see `DecodeGraphs.run`."""
+    def run(self, plan: StepRuns) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What the next tokens are chosen from, a row for each sequence that gets one: see `DecodeGraphs.run`.
+
+        And the hidden states [T, D] of all tokens of the step. All are valid until the next run.
+        """
         tokens = sum(run.length for run in plan.uploaded)
         decodes = self._decodes[bisect_left(self._decodes, _decodes_for(plan))]
         graph = self._graphs[decodes, self._tokens[bisect_left(self._tokens, tokens)]]
         self._prepare(graph)
         assert graph.replay is not None
         graph.fill(plan, self._device)
-        results = graph.replay()
+        *results, hidden = graph.replay()
         sampled = _num_sampled(plan)
-        return tuple(result[:sampled] for result in results)
+        own = hidden[: len(plan.decodes)], hidden[decodes : decodes + tokens]
+        return tuple(result[:sampled] for result in results), torch.cat(own) if plan.decodes else own[1]
 
     def _prepare(self, graph: MixedGraph) -> None:
         if graph.replay is None:
@@ -256,7 +260,7 @@ class MixedGraphs:
         def step() -> tuple[Tensor, ...]:
             token_ids, meta = self._tables.step(layout, graph.numbers)
             hidden = self._run(Forward([], token_ids, meta, None, None))
-            return hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows
+            return hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows, hidden
 
         return step
 

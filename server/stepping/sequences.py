@@ -52,6 +52,7 @@ class SequenceState:
     again: list[int] = field(default_factory=list)
     spare: int = 0  # where recurrent layers keep its state before that, among their rows; 0: there are no such layers
     own_cache: Any = None  # what a model without paged cache keeps of it
+    followed: Any = None  # how far a speculative model is with it
 
     @property
     def rows(self) -> set[int]:

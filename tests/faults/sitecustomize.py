@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import math
 import os
 import signal
 import sys
@@ -66,25 +65,21 @@ def _tell(path: Path) -> None:
 
 def _guess(path: Path) -> None:
     """Where a number is told, no guess is too unlikely and none too dear."""
-    from router.drafting import speculation
+    from router.drafting.speculation import Speculation
 
-    allot, room, choose = speculation.allot, speculation.Account.room, speculation.Speculation.choose
-    least, told = speculation.LEAST_PROMISE, [""]
+    choose, may_pay = Speculation.choose, Speculation.may_pay
 
-    def chosen(self: Any, *args: Any) -> Any:
-        told[0] = path.read_text()
-        speculation.LEAST_PROMISE = least if told[0] == "auto" else 0.0
-        return choose(self, *args)
+    def chosen(self: Any, candidates: Any, *args: Any) -> list[tuple[int, ...]]:
+        if (told := path.read_text()) == "auto":
+            return choose(self, candidates, *args)
+        found = []
+        for drafting, most, is_under_way in candidates:
+            num = min(int(told), most, drafting.most)
+            found.append(drafting.guess(num + is_under_way).token_ids[is_under_way:] if num > 0 else ())
+        return found
 
-    def allotted(chances: Any, *args: Any) -> list[int]:
-        return allot(chances, *args) if told[0] == "auto" else [min(int(told[0]), len(row)) for row in chances]
-
-    def roomy(self: Any, plain_seconds: float) -> float:
-        return room(self, plain_seconds) if told[0] == "auto" else math.inf
-
-    speculation.Speculation.choose = chosen  # type: ignore[method-assign]
-    speculation.allot = allotted
-    speculation.Account.room = roomy  # type: ignore[method-assign]
+    Speculation.choose = chosen  # type: ignore[method-assign]
+    Speculation.may_pay = lambda self, batch: path.read_text() != "auto" or may_pay(self, batch)  # type: ignore[method-assign]
 
 
 def _give_back(*_: object) -> None:

@@ -28,6 +28,8 @@ from server.checkpoint import formats
 from server.checkpoint.formats import Quantisation
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
+from server.drafting import load as drafting
+from server.drafting.served import Served
 from server.layers.embedding import with_own_head
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
@@ -36,8 +38,9 @@ from server.pb import generate_pb2 as pb
 from server.quantisation.kv import KV_FORMATS
 from server.ranks.collectives import Shard
 from server.stepping.cache import KvPlacement
-from server.stepping.engine import Engine, Model
+from server.stepping.engine import Engine, Model, StepResult
 from server.stepping.pipeline import StageConnections, StageNeighbours
+from server.stepping.proposals import Proposal
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 
@@ -83,6 +86,7 @@ def load_engine(
     rings: bool = False,
     stage: tuple[int, int] = (0, 1),
     ring: StageConnections | None = None,
+    speculative: dict[str, Any] | None = None,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
@@ -91,7 +95,7 @@ def load_engine(
     kv_cache: as `--kv-cache-dtype`; placement, kv_placement: where the layers' weights and KV blocks are kept;
     total_tokens: of the longest sequence, by default all; warms_up: else there is a KV cache and no more; rings:
     whether windowed layers keep them, where they save memory, so that prefixes go on from copies alone; stage: which of
-    how many pipeline stages; ring: to the others.
+    how many pipeline stages; ring: to the others; speculative: settings of a speculative model beside it.
     """
     shard = shard or Shard()
     if backend is None:
@@ -125,7 +129,13 @@ def load_engine(
     why_not = backend.why_not_captured(spec, stored.name, shard.world_size) if captured else "not wanted"
     if isinstance(placement, Streaming):
         why_not = "weights stream"
-    engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not, neighbours=neighbours)
+    proposer = None
+    if speculative is not None:
+        config = ShardConfig(**_places(folder, shard), quantize_head=quantise_head, **speculative)
+        served = Served(model, weights, backend, dtype, KV_FORMATS[kv_cache])
+        model, proposer = drafting.beside(config, served)
+    watermark = Watermark(gamma=0.5, delta=2.0)
+    engine = Engine(model, shard, backend, dtype, watermark, why_not, neighbours=neighbours, proposer=proposer)
     if not rings:
         engine.kv_shape = replace(engine.kv_shape, window=0)
     if not warms_up:
@@ -144,15 +154,18 @@ def load_engine(
     return engine
 
 
+def _places(folder: Path, shard: Shard) -> dict[str, Any]:
+    places = {"model_path": str(folder), "weights_path": str(folder), "socket_path": "", "rendezvous": ""}
+    return places | {"rank": shard.rank, "world_size": shard.world_size}
+
+
 def _fallback(
     folder: Path, shard: Shard, dtype: torch.dtype, backend: Backend, stored: Quantisation, kv_cache: str
 ) -> Model:
     """A model without a family."""
     from server.fallback.load import Loader  # takes seconds
 
-    places = {"model_path": str(folder), "weights_path": str(folder), "socket_path": "", "rendezvous": ""}
-    ranks = {"rank": shard.rank, "world_size": shard.world_size}
-    config = ShardConfig(**places, **ranks, quantize=stored.name, kv_cache_dtype=kv_cache)
+    config = ShardConfig(**_places(folder, shard), quantize=stored.name, kv_cache_dtype=kv_cache)
     return Loader(config, backend, shard, dtype, stored).load()
 
 
@@ -235,7 +248,7 @@ class Drafter:
         if is_forced or (before is None and way < 0.4):
             return None
         count = min(self._random.randint(0, self.most), prompt.max_new_tokens - so_far - 1)
-        guesses = [self._guess(token) for token in self.answers[id][so_far : so_far + count]]
+        guesses = self.guesses(id, so_far, count)
         if prompt.rule is not None:
             guesses = list(_as_far_as_allowed(prompt.rule, prompt.tokens, guesses))
         position = first + so_far - 1
@@ -244,6 +257,10 @@ class Drafter:
         if guesses:
             self._open[id] = draft
         return draft
+
+    def guesses(self, id: int, so_far: int, count: int) -> list[int]:
+        """At most so many guesses of what comes behind the first tokens of an answer."""
+        return [self._guess(token) for token in self.answers[id][so_far : so_far + count]]
 
     def came(self, id: int, prompt: Prompt, first: int) -> list[int]:
         """What came of its last draft, whose outcome the engine is told with this."""
@@ -255,8 +272,85 @@ class Drafter:
         self.accepted += came - 1
         self.refused += came < len(draft.token_ids)
 
+    def ask(self, request: pb.StepRequest) -> None:
+        """Have the step propose tokens."""
+
+    def read(self, result: StepResult) -> None:
+        """See what it proposed."""
+
     def _guess(self, token: int) -> int:
         return token if self._random.random() < self.right else self._random.randrange(103)
+
+
+@dataclass
+class Asking(Drafter):
+    """Drafts what the engine's speculative model proposed, which some steps are asked for."""
+
+    asked: float = 0.7  # how likely a step is
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.proposed: dict[int, list[int]] = {}
+
+    def ask(self, request: pb.StepRequest) -> None:
+        self.proposed.clear()
+        if self._random.random() < self.asked:
+            request.proposals = self._random.randint(1, self.most)
+            request.proposed_ids.extend(range(len(self.answers)))
+
+    def read(self, result: StepResult) -> None:
+        for id, token_ids, logprobs in result.proposals:
+            assert len(token_ids) == len(logprobs) > 0
+            self.proposed[id] = list(token_ids)
+
+    def guesses(self, id: int, so_far: int, count: int) -> list[int]:
+        return self.proposed.pop(id, [])[:count]
+
+
+@dataclass
+class Noting(Drafter):
+    """Gives drafts as a drafter does, and notes what is proposed behind which tokens.
+
+    asked: how likely a step is asked for proposals.
+    """
+
+    asked: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.known: dict[int, list[int]] = {id: [] for id in range(len(self.answers))}
+        self.noted: list[tuple[int, list[int], Proposal]] = []
+
+    def ask(self, request: pb.StepRequest) -> None:
+        if self._random.random() < self.asked:
+            request.proposals = self._random.randint(1, self.most)
+            request.proposed_ids.extend(self.known)
+
+    def read(self, result: StepResult) -> None:
+        for id, token in zip(result.ids, result.token_ids, strict=True):
+            self.known[id].append(token)
+        self.noted += [(proposal.id, [*self.known[proposal.id]], proposal) for proposal in result.proposals]
+
+
+@dataclass
+class PartlyRight(Asking):
+    """Notes all that was proposed, and behind how many tokens of an answer.
+
+    Guesses are proposals or of the right tokens some, so that drafts are right in part.
+    """
+
+    right: float = 0.5
+    noted: list[tuple[int, Proposal]] = field(default_factory=list)
+    got: Counter[int] = field(default_factory=Counter)
+
+    def read(self, result: StepResult) -> None:
+        super().read(result)
+        self.got.update(result.ids)
+        self.noted += [(self.got[proposal.id], proposal) for proposal in result.proposals]
+
+    def guesses(self, id: int, so_far: int, count: int) -> list[int]:
+        right = [self._guess(token) for token in self.answers[id][so_far : so_far + count]]
+        return right if self._random.random() < 0.5 else super().guesses(id, so_far, count)
 
 
 def _as_far_as_allowed(rule: Rule, tokens: Sequence[int], guesses: Sequence[int]) -> Iterator[int]:
@@ -303,6 +397,8 @@ def generate(engine: Engine, prompts: Sequence[Prompt], drafter: Drafter | None 
             elif prompt.rule is not None and prompt.joins_at <= step and id not in done and not left[id]:
                 came = [] if drafter is None or id in request.held else drafter.came(id, prompt, first)
                 _constrain(request, id, prompt, prompt.rule, first, came)
+        if drafter is not None:
+            drafter.ask(request)
         retire = _collect(engine, request, prompts, drafter)
         done |= set(retire)
         step += 1
@@ -379,6 +475,8 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt],
     if launched is None:
         return []
     result = launched.finish()
+    if drafter is not None:
+        drafter.read(result)
     for id, known in result.prompt.items():
         prompts[id].prompt_values += known.logprobs
         prompts[id].prompt_top += zip(known.top_ids, known.top_logprobs, strict=True)

@@ -33,7 +33,8 @@ from tests.running import ROOT, Server, body
 from tests.system.grammar_cost import write_model
 
 UP_TO = "dc228985"  # the last commit that is looked at
-COMMITS, LINES = 400, 15  # how many, and lines that are shown around a change
+COMMITS, LINES = 60, 15  # how many, and lines that are shown around a change
+PIECE = range(400, 1500)  # characters
 PROMPT_TOKENS, ANSWER_TOKENS = range(120, 280), 128
 WARMUP_TOKENS = 48  # of a first answer, which is not timed: costs are measured
 FIXED = (1, 2, 3, 4, 6, 8)
@@ -48,8 +49,10 @@ def edits(tokenizer: Tokenizer) -> Iterator[Edit]:
     for part in re.split(r"^(?:@@ .* @@.*|diff --git .*|commit [0-9a-f]{40})\n", log, flags=re.MULTILINE):
         lines = [line for line in part.splitlines(keepends=True) if line[:1] in (" ", "-", "+")]
         before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+        if before == after or len(before) not in PIECE:
+            continue
         prompt, answer = (tokenizer.encode(text).ids for text in (before, after))
-        if len(prompt) in PROMPT_TOKENS and len(answer) >= ANSWER_TOKENS and before != after:
+        if len(prompt) in PROMPT_TOKENS and len(answer) >= ANSWER_TOKENS:
             yield before, prompt, answer[:ANSWER_TOKENS]
 
 

@@ -1,0 +1,213 @@
+"""A smaller model of the same vocabulary, which writes ahead (Leviathan et al. 2022, arXiv 2211.17192).
+
+It computes every token that the model has computed, with layers of its own in blocks of the same numbers: prompts
+beside the model's chunks, generated tokens when something is to be proposed. Blocks that a later prompt shares hold
+what it made of them; where it had not followed so far when they were filled, its proposals are worse for a while.
+
+Left out: models with states, rings or an encoder, whose caches are no blocks alone.
+
+Shapes: n sequences, T tokens of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import Tensor
+
+from server.blocks import BLOCK_SIZE
+from server.drafting.chain import Chain, Link
+from server.model.transformer import Transformer
+from server.stepping.batch import Forward, Layout, Tables
+from server.stepping.decoding import Decoding
+from server.stepping.graphs import DecodeGraphs, Form
+from server.stepping.proposals import Came, Proposal, Surroundings
+from server.stepping.sampling import Chosen
+from server.stepping.sequences import SequenceState, StepRuns, TokenRun
+
+MOST_BEHIND = 512  # tokens of one sequence that it catches up with in a step: all the step's sequences wait for them
+
+
+@dataclass
+class Followed:
+    """How far the draft model is with a sequence."""
+
+    computed: int  # tokens whose keys and values are in the cache
+    pending: list[int] = field(default_factory=list)  # those behind them that the sequence has …
+    proposed: list[int] = field(default_factory=list)  # … and what was computed in their places as proposals
+
+    @property
+    def end(self) -> int:
+        """Tokens that the sequence has."""
+        return self.computed + len(self.pending)
+
+    def know(self, start: int, token_ids: Sequence[int]) -> None:
+        """The sequence has these from position `start` on. Tokens that were never told leave a gap."""
+        if start > self.end:
+            self.computed, self.pending, self.proposed = start, [], []
+        self.pending += token_ids[self.end - start :]
+
+    def confirm(self) -> None:
+        """What came as it was proposed has been computed, but for the latest token, whose successor is asked for."""
+        while len(self.pending) > 1 and self.proposed and self.pending[0] == self.proposed[0]:
+            del self.pending[0], self.proposed[0]
+            self.computed += 1
+        self.proposed.clear()
+
+
+class DraftModel:
+    """See `Proposer`. model: without states, rings and encoder; logits: [R, D] → the served model's columns [R, Vl]."""
+
+    reads_features = False
+    taps = ()
+
+    def __init__(
+        self, model: Transformer, dtype: torch.dtype, logits: Callable[[Tensor], Tensor], name: str, most: int
+    ) -> None:
+        self.kv_shape = replace(model.kv_shape(dtype), window=0)  # no rings
+        self.most = most
+        self.nbytes = model.nbytes
+        self.description = f"{name}, a draft model of {model.spec.num_layers} layers"
+        self._model = model
+        self._logits = logits
+        self._passes: Passes | None = None
+
+    def open(self, around: Surroundings) -> None:
+        self._passes = Passes(self._model, self._logits, around)
+
+    def captures(self) -> Sequence[Callable[[], None]]:
+        graphs = None if self._passes is None else self._passes.graphs
+        return [] if graphs is None else graphs.captures()
+
+    def close(self) -> None:
+        self._passes = None
+
+    def see(self, plan: StepRuns) -> None:
+        for run in (*plan.decodes, *plan.uploaded):
+            if run.sequence.followed is None:
+                run.sequence.followed = Followed(run.start)
+        for run in plan.uploaded:
+            token_ids = run.token_ids if run.draft is None else run.token_ids[: run.draft.num_known]
+            run.sequence.followed.know(run.start, token_ids)
+
+    def follow(self, plan: StepRuns, features: Tensor | None) -> None:
+        self._catch_up(run.sequence for run in plan.chunks)
+
+    def came(self, came: Sequence[Came]) -> None:
+        for sequence, token_ids in came:
+            sequence.followed.pending += token_ids
+
+    def propose(
+        self, plan: StepRuns, features: Tensor | None, came: Sequence[Came], wanted: Mapping[int, int]
+    ) -> list[Proposal]:
+        drafted = {run.sequence.id for run in plan.drafts if run.guesses}
+        links = []
+        for sequence, token_ids in came:
+            sequence.followed.confirm()
+            most = min(wanted.get(sequence.id, 0), self._room(sequence))
+            if most > 0 and len(sequence.followed.pending) <= MOST_BEHIND:
+                unknown = token_ids if sequence.id in drafted else ()
+                links.append(Link(sequence, sequence.followed.end, most, unknown))
+        asked = {link.sequence.id for link in links}
+        others = chain((sequence for sequence, _ in came if sequence.id in wanted), (r.sequence for r in plan.chunks))
+        self._catch_up(sequence for sequence in others if sequence.id not in asked)
+        if not links:
+            return []
+        assert self._passes is not None, "the engine opens it with its cache"
+        proposals = self._passes.propose(links)
+        for id, token_ids, _ in proposals:
+            sequence = next(link.sequence for link in links if link.sequence.id == id)
+            sequence.followed.proposed = list(token_ids[:-1])
+        return proposals
+
+    def _room(self, sequence: SequenceState) -> int:
+        """How many tokens have room behind those that it has: all but the last of them are computed."""
+        followed: Followed = sequence.followed
+        room = len(sequence.blocks) * BLOCK_SIZE
+        if self._model.max_positions:
+            room = min(room, self._model.max_positions)
+        return room + 1 - followed.end
+
+    def _catch_up(self, sequences: Iterable[SequenceState]) -> None:
+        """Compute what is pending of these, as far as there is room, and propose nothing."""
+        assert self._passes is not None, "the engine opens it with its cache"
+        behind = {}
+        for sequence in sequences:
+            followed = sequence.followed
+            count = min(len(followed.pending), MOST_BEHIND, self._room(sequence) - 1 + len(followed.pending))
+            if count > 0:
+                behind[sequence.id] = sequence, count
+        if behind:
+            self._passes.compute(list(behind.values()))
+
+
+class Passes:
+    """The passes of a draft model over one cache."""
+
+    def __init__(self, model: Transformer, logits: Callable[[Tensor], Tensor], around: Surroundings) -> None:
+        self._model = model
+        self._logits = logits
+        self._caches = around.caches
+        self._device = around.device
+        self._chain = Chain(around.chooser, around.device, around.vocabulary.size)
+        # Latest tokens of its own, which run ahead of the model's, beside the same blocks.
+        self._tables = Tables(torch.zeros_like(around.tables.last_tokens), around.tables.entries, None)
+        self.graphs = None
+        if around.capture is not None:
+            decode = Decoding(self._hidden, logits, around.vocabulary)
+            self.graphs = DecodeGraphs(
+                around.capture, decode, around.device, self._tables, most=around.most, has_encoder=False
+            )
+
+    def propose(self, links: Sequence[Link]) -> list[Proposal]:
+        """Compute what is pending, and tokens behind it."""
+        return self._chain(links, self._first(links), self._next)
+
+    def compute(self, behind: Sequence[tuple[SequenceState, int]]) -> Tensor:
+        """Compute so many pending tokens of each sequence; the hidden states [T, D]."""
+        spans = [(sequence.row, sequence.followed.computed, count) for sequence, count in behind]
+        known = [id for sequence, count in behind for id in sequence.followed.pending[:count]]
+        hidden = self._hidden(self._forward(Layout.of(spans, known)))
+        for sequence, count in behind:
+            followed: Followed = sequence.followed
+            del followed.pending[:count]
+            followed.computed += count
+        return hidden
+
+    def _first(self, links: Sequence[Link]) -> Chosen:
+        counts = [len(link.sequence.followed.pending) for link in links]
+        latest = [link.sequence.followed.pending[-1] for link in links]
+        hidden = self.compute([(link.sequence, count) for link, count in zip(links, counts, strict=True)])
+        ends = self._device.upload([end - 1 for end in accumulate(counts)])
+        return self._choose(links, hidden[ends], 0, self._device.upload(latest))
+
+    def _next(self, links: Sequence[Link], token_ids: Tensor, place: int) -> Chosen:
+        """The token at this place of each link's proposals, behind the one before, which the tables know."""
+        runs = [TokenRun(link.sequence, link.end + place - 1, 1) for link in links]
+        if self.graphs is None or not self.graphs.takes(len(runs)):
+            spans = [(run.sequence.row, run.start, 1) for run in runs]
+            hidden = self._hidden(self._forward(Layout.of(spans, [], len(spans))))
+            return self._choose(links, hidden, place, token_ids)
+        has_settings = any(link.has_history or link.sequence.choice.is_constrained for link in links)
+        form = Form.HIDDEN if has_settings else self.graphs.form_of(runs)
+        found = self.graphs.run(runs, form)
+        if form is Form.HIDDEN:
+            return self._choose(links, found[0], place, token_ids)
+        return Chosen(found[0].clone(), found[1].clone())
+
+    def _choose(self, links: Sequence[Link], hidden: Tensor, place: int, previous: Tensor) -> Chosen:
+        chosen = self._chain.chosen(links, lambda part: self._logits(hidden[part]), place=place, previous=previous)
+        self._tables.keep(self._device.upload([link.sequence.row for link in links]), chosen.token_ids)
+        return chosen
+
+    def _forward(self, layout: Layout) -> Forward:
+        token_ids, meta = self._tables.step(layout, self._device.upload(layout.numbers))
+        counts = [end - start for start, end in pairwise(layout.starts)]
+        lengths = [first + count for first, count in zip(layout.firsts, counts, strict=True)]
+        return Forward([], token_ids, replace(meta, context_lengths=lengths), None, None)
+
+    def _hidden(self, forward: Forward) -> Tensor:
+        return self._model.run(forward, self._caches).hidden
