@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ FLAGS = (
 )
 OWN = {*OF_ITS_OWN, "created_at", "completed_at", "item_id", "call_id"}
 METHODS = ("ngram", "suffix")
+COUNTED = (
+    *("tgi_request_guessed_tokens", "tgi_request_right_guesses"),
+    *("tgi_shards_recovery_count", "tgi_kv_preempted"),
+)
 PATIENCE = 300  # times that a request is asked again
 PHRASES = (
     "The little fox walked along the river and found a ball. ",
@@ -250,11 +255,16 @@ TROUBLES: dict[str, Trouble] = {"kill": kill, "stop": stop, "router": kill_route
 LEAVE = "leave"
 
 
-async def disturb(server: Server, names: Sequence[str], chance: random.Random) -> None:
-    """One of these after the other, for ever."""
+async def disturb(server: Server, names: Sequence[str], chance: random.Random, counts: Counter[str]) -> None:
+    """One of these after the other, for ever. counts: what happened, and what dead routers had counted."""
     while True:
         await asyncio.sleep(chance.uniform(1, 4))
         for name in chance.sample(names, min(len(names), chance.choice((1, 1, 2)))):
+            if name == "router":
+                with suppress(httpx2.HTTPError):
+                    metrics = await asyncio.to_thread(metrics_of, server)
+                    counts.update({key: int(metrics[key]) for key in COUNTED})
+            counts[name] += 1
             await TROUBLES[name](server, chance)
         async with client_of(server.url) as client:
             for _ in range(5 * PATIENCE):
@@ -280,13 +290,12 @@ async def leave(server: Server, chance: random.Random) -> None:
 
 async def answers_amid(
     server: Server, requests: Sequence[Asked], troubles: Sequence[str], at_once: int, seed: int
-) -> tuple[list[Any], int]:
-    """The answers, and how many requests were asked again."""
-
-    clients, chance = Clients(server.url, at_once), random.Random(seed)
+) -> tuple[list[Any], Counter[str]]:
+    """The answers, and what else happened."""
+    clients, chance, counts = Clients(server.url, at_once), random.Random(seed), Counter[str]()
     going_on = [asyncio.create_task(leave(server, chance))] if LEAVE in troubles else []
     if others := [name for name in troubles if name != LEAVE]:
-        going_on.append(asyncio.create_task(disturb(server, others, chance)))
+        going_on.append(asyncio.create_task(disturb(server, others, chance, counts)))
     try:
         answers = await clients.all_answers(requests)
     finally:
@@ -296,7 +305,7 @@ async def answers_amid(
     for error in ended:
         if isinstance(error, Exception):
             raise error
-    return answers, clients.asked_again
+    return answers, counts + Counter({"asked again": clients.asked_again})
 
 
 def is_left(metrics: dict[str, float]) -> float:
@@ -305,16 +314,19 @@ def is_left(metrics: dict[str, float]) -> float:
     return metrics["tgi_queue_size"] + metrics["tgi_batch_current_size"] + held
 
 
+def metrics_of(server: Server) -> dict[str, float]:
+    """All of them, as they are read with a key."""
+    text = httpx2.get(f"{server.url}/metrics", headers=KEY, timeout=60).text
+    rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in rows}
+
+
 def metrics_at_rest(server: Server) -> dict[str, float]:
     """All, as soon as nothing is left of who was there, or after half a minute."""
     deadline = time.monotonic() + 30
-    while True:
-        text = httpx2.get(f"{server.url}/metrics", headers=KEY, timeout=60).text
-        rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-        metrics = {name: float(value) for name, value in rows}
-        if not is_left(metrics) or time.monotonic() > deadline:
-            return metrics
+    while is_left(metrics := metrics_of(server)) and time.monotonic() < deadline:
         time.sleep(0.2)
+    return metrics
 
 
 def served(
@@ -332,8 +344,10 @@ def served(
         number.write_text("auto" if is_measured else "8")
         env = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults'}:{ROOT}", "LOCKSTEP_TEST_GUESSES": str(number)}
         with Server(*FLAGS, *keys, *flags, env=env) as server:
-            answers, asked_again = asyncio.run(answers_amid(server, requests, troubles, at_once, seed))
-            return answers, metrics_at_rest(server) | {"asked again": asked_again}
+            answers, counts = asyncio.run(answers_amid(server, requests, troubles, at_once, seed))
+            metrics = Counter(metrics_at_rest(server))
+            metrics.update(counts)
+            return answers, metrics
 
 
 def tokens_in(answer: Any) -> list[Any]:
@@ -358,11 +372,8 @@ def compare(expected: Sequence[Any], got: Sequence[Any], metrics: dict[str, floa
         "others": len(wrong),
         "of these with other tokens": sum(tokens_in(expected[number]) != tokens_in(got[number]) for number in wrong),
         "the first": wrong[:9],
-        "guessed": metrics["tgi_request_guessed_tokens"],
-        "right": metrics["tgi_request_right_guesses"],
-        "recoveries": metrics["tgi_shards_recovery_count"],
-        "sent away": metrics["tgi_kv_preempted"],
-        "asked again": metrics["asked again"],
+        **{key.removeprefix("tgi_"): metrics[key] for key in COUNTED},
+        **{key: metrics[key] for key in (*TROUBLES, "asked again")},
         "left": is_left(metrics),
     }
 
