@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from server.arch import families
+from server.arch.families import llama
 from server.arch.families.hf_config import FLAG, SIZE, WHOLES, Kind
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Residual
@@ -62,8 +63,8 @@ def read(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> EagleSpec:
             "head that reads those of several layers"
         )
     family, spec = families.find(_with_heads(of_layers or hf_config))
-    if spec.residual is not Residual.PRE or spec.encoder is not None or spec.recurrences:
-        raise ValueError("--speculative-model has layers that are not as Llama's are, which no EAGLE-3 head may have")
+    if not _is_like_llama(family.names, spec):
+        raise ValueError("--speculative-model has layers that are not as Llama's are: use another EAGLE-3 head")
     is_original = any(re.match(r"(model\.)?midlayer\.", name) for name in checkpoint.names())
     if is_original and spec.num_layers > 1:
         raise ValueError(f"--speculative-model has {spec.num_layers} layers, but only one `midlayer` is served")
@@ -92,6 +93,14 @@ def taps_of(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
             f"{num_layers}: use one that was trained for this model"
         )
     return taps
+
+
+def _is_like_llama(names: NameMap, spec: ArchSpec) -> bool:
+    """Whether a family's layers are wired and named so, with or without its biases, norms and experts."""
+    has_names = all(
+        names.roles.get(role) == name for role, name in llama.NAMES.roles.items() if role in ("q", "mlp_norm")
+    )
+    return has_names and spec.residual is Residual.PRE and not spec.recurrences and spec.layers[0].latent is None
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
