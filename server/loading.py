@@ -234,8 +234,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         report if shard.rank == 0 else lambda: None,  # the ranks of a stage load alike
         stage,
     )
-    served = Served(model, weights, backend, dtype, cache, kv_placement.offloaded)
-    model, proposer = drafting.beside(config, served)
+    model, proposer = drafting.beside(config, Served(model, weights, backend, dtype, cache))
     streams = isinstance(placement, Streaming) and bool(placement.stored)
     why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.stage_size)
     return Loaded(

@@ -62,7 +62,7 @@ def load(config: ShardConfig, served: Served) -> Proposer:
     if served.model.spec.encoder is not None or not served.model.kv_shape(served.dtype).num_layers:
         kind = "is an encoder-decoder" if served.model.spec.encoder is not None else "has no attention"
         raise ValueError(f"{asked}, but the model {kind}: leave it out")
-    if served.kv_offloaded:
+    if served.model.kv_placement.offloaded:
         raise ValueError(f"{asked}, but KV blocks stream: leave out one of both")
     if config.speculative_model is None:
         predictor = load_predictor(served.weights, served.model, served.backend, served.dtype, served.cache)

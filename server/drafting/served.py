@@ -21,4 +21,3 @@ class Served:
     backend: Backend
     dtype: torch.dtype
     cache: KvFormat
-    kv_offloaded: str  # which KV blocks are not on the device; empty: all are

@@ -132,7 +132,7 @@ def load_engine(
     proposer = None
     if speculative is not None:
         config = ShardConfig(**_places(folder, shard), quantize_head=quantise_head, **speculative)
-        served = Served(model, weights, backend, dtype, KV_FORMATS[kv_cache], model.kv_placement.offloaded)
+        served = Served(model, weights, backend, dtype, KV_FORMATS[kv_cache])
         model, proposer = drafting.beside(config, served)
     watermark = Watermark(gamma=0.5, delta=2.0)
     engine = Engine(model, shard, backend, dtype, watermark, why_not, neighbours=neighbours, proposer=proposer)
@@ -305,6 +305,31 @@ class Asking(Drafter):
 
     def guesses(self, id: int, so_far: int, count: int) -> list[int]:
         return self.proposed.pop(id, [])[:count]
+
+
+@dataclass
+class Noting(Drafter):
+    """Gives drafts as a drafter does, and notes what is proposed behind which tokens.
+
+    asked: how likely a step is asked for proposals.
+    """
+
+    asked: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.known: dict[int, list[int]] = {id: [] for id in range(len(self.answers))}
+        self.noted: list[tuple[int, list[int], Proposal]] = []
+
+    def ask(self, request: pb.StepRequest) -> None:
+        if self._random.random() < self.asked:
+            request.proposals = self._random.randint(1, self.most)
+            request.proposed_ids.extend(self.known)
+
+    def read(self, result: StepResult) -> None:
+        for id, token in zip(result.ids, result.token_ids, strict=True):
+            self.known[id].append(token)
+        self.noted += [(proposal.id, [*self.known[proposal.id]], proposal) for proposal in result.proposals]
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.running import Server
+from tests.running import ROOT, Server
 from tests.system.test_kv_demand import FLAGS, LONGEST, ROOM, Asked, bare, requests_of
 
 TEXT = "The little fox walked along the river and found a ball. " * 4
@@ -44,6 +44,24 @@ async def answers(server: Server, requests: Sequence[Asked], at_once: int, num_k
             shards = server.shards()
             os.kill(shards[number % len(shards)], signal.SIGKILL)
         return await asyncio.gather(*asking)
+
+
+def test_answers_are_those_without_a_draft_model() -> None:
+    """Which is the served model itself, so that it is always right; some requests want none of it."""
+    requests = [*requests_of(5, 5), *repeating()[:6]]
+    generate = {"inputs": TEXT[:90], "parameters": {**LOOP, "do_sample": True, "seed": 7}}
+    requests += [("/generate", generate), ("/generate", {**generate, "parameters": LOOP | {"speculate": 0}})]
+    with Server(*FLAGS, str(LONGEST)) as server:
+        expected = asyncio.run(answers(server, requests, 99, 0))
+    model = str(ROOT / "server/demo")
+    with Server(*FLAGS, str(LONGEST), "--speculative-model", model, "--speculative-method", "draft") as server:
+        assert 4 == httpx2.get(f"{server.url}/info").json()["speculate"]
+        got = asyncio.run(answers(server, requests, 4, 0))
+        metrics = server.metrics()
+    assert not [answer for answer in expected if "error" in answer]
+    assert expected == got
+    guessed, right = metrics["tgi_request_guessed_tokens"], metrics["tgi_request_right_guesses"]
+    assert metrics["tgi_request_proposed_tokens"] >= guessed >= right > 0.5 * guessed
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,18 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Drafter, PartlyRight, Prompt, generate, greedy, load_engine, sampled
+from tests.server.driver import (
+    CPU,
+    GREEDY,
+    Drafter,
+    Noting,
+    PartlyRight,
+    Prompt,
+    generate,
+    greedy,
+    load_engine,
+    sampled,
+)
 from tests.server.offload.streaming import offloaded, streaming
 
 SAMPLINGS = [
@@ -60,8 +71,8 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
 
     model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
     weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files. A ! behind
-    all that: sequences have drafts; a ? and a folder: those of the speculative model there, whose proposals stand
-    behind the tokens: of which sequence, behind how many tokens, and what they are.
+    all that: sequences have drafts; a ? and a folder, or ?mtp: those of the speculative model there, or of the served
+    one's own layer, whose proposals stand behind the tokens.
     """
     model, proposes, speculative = str(model).partition("?")
     model, has_drafts, _ = model.partition("!")
@@ -77,7 +88,8 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             kv_placement = offloaded(Path(folder), kv, files, stage_bytes=int(stage_bytes))
             settings["kv_placement"] = stack.enter_context(kv_placement)
         if proposes:
-            settings["speculative"] = {"speculative_model": speculative}
+            is_own = speculative == "mtp"
+            settings["speculative"] = {"speculative_method": "mtp"} if is_own else {"speculative_model": speculative}
         engine = load_engine(
             Path(folder),
             shard=shard,
@@ -89,6 +101,10 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             **settings,
         )
         found = [prompt.tokens for prompt in generate(engine, prompts())]
+        if proposes and speculative == "mtp":
+            noting = Noting(found)
+            found = [prompt.tokens for prompt in generate(engine, prompts(), noting)]
+            return found + [[id, *proposal.token_ids] for id, _, proposal in noting.noted]
         if proposes:
             drafter = PartlyRight(found)
             found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
