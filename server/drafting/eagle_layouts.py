@@ -70,6 +70,7 @@ def read(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> EagleSpec:
         raise ValueError(f"--speculative-model has {spec.num_layers} layers, but only one `midlayer` is served")
     outputs = _checked(of_eagle).get("eagle_aux_hidden_state_layer_ids")
     inputs = hf_config.get("eagle_aux_hidden_state_layer_ids")
+    spec = _with_biases_of(checkpoint, spec)
     first, *others = spec.layers
     return EagleSpec(
         layers=replace(spec, layers=(replace(first, num_inputs=2), *others)),
@@ -82,6 +83,13 @@ def read(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> EagleSpec:
         norms_all=own.get("norm_before_fc", False),
         norms_each=own.get("fc_norm", False),
     )
+
+
+def _with_biases_of(checkpoint: Checkpoint, spec: ArchSpec) -> ArchSpec:
+    """The same with the biases that there are: in config.json many heads have taken over what the model has."""
+    biased = {name.rpartition(".")[0].rpartition(".")[2] for name in checkpoint.names() if name.endswith(".bias")}
+    ends = {"qkv_bias": "q_proj", "attention_out_bias": "o_proj", "mlp_bias": "down_proj"}
+    return replace(spec, **{field: end in biased for field, end in ends.items()})
 
 
 def taps_of(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
