@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from tests.running import ROOT, Server
+from tests.system import guesses
 from tests.system.test_kv_demand import FLAGS, LONGEST, ROOM, Asked, bare, requests_of
 
 TEXT = "The little fox walked along the river and found a ball. " * 4
@@ -89,3 +90,25 @@ def test_answers_are_those_without_guesses(flags: tuple[str, ...], tokens: int, 
     guessed, right = metrics["tgi_request_guessed_tokens"], metrics["tgi_request_right_guesses"]
     assert guessed >= right > 50
     assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"]) and not metrics["tgi_queue_size"]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("method", "troubles", "flags"),
+    [
+        ("suffix", ("kill", "stop", "leave"), ("--num-shard", "2", "--max-batch-total-tokens", "16384")),
+        ("ngram", ("router", "kill"), ("--pipeline-parallel", "2", "--max-batch-total-tokens", "16384")),
+        ("suffix", ("leave",), ("--max-batch-total-tokens", str(guesses.LONGEST))),
+    ],
+    ids=["two shards", "two stages", "a small cache"],
+)
+def test_whatever_is_asked_and_happens(method: str, troubles: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    """As `python -m tests.system.guesses` does at length."""
+    requests = guesses.requests_of(96, 3)
+    expected, _ = guesses.served(requests, "--dtype", "float32", *flags)
+    speculating = ("--speculate", "8", "--speculative-method", method)
+    got, metrics = guesses.served(requests, "--dtype", "float32", *flags, *speculating, troubles=troubles)
+    told = guesses.compare(expected, got, metrics)
+    assert not [answer for answer in expected if "error" in answer]
+    assert (0, 0) == (told["others"], told["left"]), told
+    assert told["guessed"] > 0 and ("kill" not in troubles or told["recoveries"] or told["asked again"])
