@@ -88,8 +88,12 @@ def read(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> EagleSpec:
 def _with_biases_of(checkpoint: Checkpoint, spec: ArchSpec) -> ArchSpec:
     """The same with the biases that there are: in config.json many heads have taken over what the model has."""
     biased = {name.rpartition(".")[0].rpartition(".")[2] for name in checkpoint.names() if name.endswith(".bias")}
-    ends = {"qkv_bias": "q_proj", "attention_out_bias": "o_proj", "mlp_bias": "down_proj"}
-    return replace(spec, **{field: end in biased for field, end in ends.items()})
+    return replace(
+        spec,
+        qkv_bias="q_proj" in biased,
+        attention_out_bias="o_proj" in biased,
+        mlp_bias="down_proj" in biased,
+    )
 
 
 def taps_of(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
