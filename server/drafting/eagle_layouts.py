@@ -17,7 +17,7 @@ from typing import Any
 
 from server.arch import families
 from server.arch.families import llama
-from server.arch.families.hf_config import FLAG, SIZE, WHOLES, Kind
+from server.arch.families.hf_config import FLAG, MOST_SHOWN, SIZE, WHOLES, Kind
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Residual
 from server.checkpoint.weights import Checkpoint
@@ -100,9 +100,10 @@ def taps_of(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
     """Layers of a model of so many whose inputs are read. Raises ValueError for those that it does not have."""
     taps = tuple(sorted(set(given or (2, num_layers // 2, num_layers - 3))))
     if taps[0] < 0 or taps[-1] > num_layers or len(taps) < len(given or ()):
+        shown = ", ".join(map(str, given or taps))[:MOST_SHOWN]
         raise ValueError(
-            f"--speculative-model reads the model before layers {', '.join(map(str, taps))}, and the model has "
-            f"{num_layers}: use one that was trained for this model"
+            f"--speculative-model reads the model before layers {shown}, of which each "
+            f"must be another one from 0 to {num_layers}: use one that was trained for this model"
         )
     return taps
 

@@ -27,6 +27,17 @@ from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.stepping.test_drafts import SIZES, long_prompts, prompts, results
 
+# Files that are JSON, and no tokenizer.
+SPOILT = (
+    "{}",
+    '{"model": null}',
+    '{"model": {"vocab": 3}}',
+    '{"model": {"vocab": "abc"}}',
+    '{"model": {"vocab": [1]}}',
+    '{"model": {"vocab": [[["a"], 1]]}}',
+    '{"model": {}, "added_tokens": 3}',
+    '{"model": {}, "added_tokens": [{}]}',
+)
 DRAFT: dict[str, Any] = {"speculate": 5, "speculative_method": "draft"}
 
 
@@ -202,6 +213,25 @@ def test_tokenizers_are_compared(tmp_path: Path) -> None:
     refuse_other_vocabulary(folders[0], folders[1], 4, 64)
     with pytest.raises(ValueError, match="1 tokens differ, of which the first is '<s>'"):
         refuse_other_vocabulary(folders[2], folders[0], 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        *((text, "does not list tokens as the library tokenizers does: download it again") for text in SPOILT),
+        ('{"model": {"vocab": {"' + "x" * 10_000 + '": 0}}}', "1 tokens differ, of which the first is 'x{79}: use"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "tokenizer.json").write_text('{"model": {}, "added_tokens": null}')
+    (tmp_path / "draft" / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=told) as refusal:
+        refuse_other_vocabulary(tmp_path / "draft", tmp_path, 4, 4)
+    assert len(str(refusal.value)) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [90, 103, 120])
