@@ -147,7 +147,8 @@ def test_the_last_stage_has_them(checkpoints: Checkpoints, kernels: Kernels, tmp
         check_proposals(*check_answers(stages, make=plain_prompts), propose)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("own_heads", [True, pytest.param(False, marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("own_heads", [True, False])
 def test_ranks_divide_them(checkpoints: Checkpoints, tmp_path: Path, own_heads: bool) -> None:
     served, folder, _ = case(checkpoints, tmp_path / "heads", "llama", own_heads=own_heads)
     model = f"{served}?{folder}"
