@@ -23,7 +23,7 @@ from functools import partial
 from typing import Generic
 
 from router.config import FROM_TEXTS
-from router.drafting.proposals import Proposal
+from router.drafting.proposals import Asked, Proposal
 from router.drafting.speculation import Candidate, Drafting, Speculation, Verified
 from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
@@ -257,7 +257,8 @@ class Scheduler(Generic[S]):
                 entry.came = 0 if guess else None  # without guesses the shards know what it gets
         awaiting = [entry for entry, guess in self._guesses(under_way, decoding, grown, prefill_tokens) if guess]
         if drafts or awaiting:
-            decoding[:] = [entry for entry in decoding if entry.id not in drafts and entry not in awaiting]
+            gone = drafts.keys() | {entry.id for entry in awaiting}
+            decoding[:] = [entry for entry in decoding if entry.id not in gone]
         return drafts, awaiting
 
     def _guesses(
@@ -296,8 +297,9 @@ class Scheduler(Generic[S]):
         if not reached or not speculation.may_pay(len(reached)):
             return 0, ()
         candidates = [Candidate(self._drafting(entry), self._draftable(entry, num)) for entry, num in reached.items()]
-        asked = speculation.ask(candidates)
-        proposed = [entry for place, entry in enumerate(reached) if place in asked.places]
+        asked = speculation.ask(candidates, may_try=not (chunks or fresh))
+        places = {*asked.places}
+        proposed = [entry for place, entry in enumerate(reached) if place in places]
         if self.forecast is not None:
             new = {entry for entry, _ in fresh}  # they have their first blocks
             for entry in proposed:
@@ -522,11 +524,8 @@ class Scheduler(Generic[S]):
         held = [entry.drafting for entry in plan.awaiting if entry.drafting is not None]
         others = len(plan.decoding) - len(plain)
         is_pure = not (plan.prefill_tokens or plan.restores)
-        if num_proposed and is_pure:  # behind a prompt a model has more to follow
-            self.speculation.propose_costs.note(num_proposed, plan.proposals, propose_seconds)
-        self.speculation.stepped(
-            plain, verified, others, seconds if is_pure else None, held, propose_seconds if plan.proposals else None
-        )
+        asked = Asked(plan.proposals, num_proposed, propose_seconds) if plan.proposals else None
+        self.speculation.stepped(plain, verified, others, seconds if is_pure else None, held, asked)
         return sum(one.num_right for one in verified)
 
     def finished(self, entry: S, *, is_cut: bool) -> None:
