@@ -26,10 +26,14 @@ class Pipeline:
     def __init__(self, folder: Path, count: int, **settings: object) -> None:
         ends = [socket.socketpair() for _ in range(count)]  # from stage n to the next
         self.rings = [StageConnections(ends[n - 1][1], ends[n][0], patience=20) for n in range(count)]
-        self.engines = [
-            load_engine(folder, stage=(n, count), ring=ring, **{**SIZES, **settings})  # type: ignore[arg-type]
-            for n, ring in enumerate(self.rings)
-        ]
+        try:
+            self.engines = [
+                load_engine(folder, stage=(n, count), ring=ring, **{**SIZES, **settings})  # type: ignore[arg-type]
+                for n, ring in enumerate(self.rings)
+            ]
+        except ValueError:
+            self.close()
+            raise
         self.model = self.engines[-1].model
 
     def launch(self, request: pb.StepRequest) -> Launched | None:
