@@ -39,6 +39,16 @@ class LauncherConfig:
             "when": "A full commit serves the same bytes forever.",
         },
     )
+    speculative_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Model that proposes tokens to the served one: a folder, or a repository of the Hub, with "
+            "`@REVISION` behind it if need be. A smaller model with the same vocabulary, Medusa heads, or an EAGLE-3 "
+            "head of the served model.",
+            "default": "none",
+            "when": "There is one for your model, and its requests leave the device time. Answers stay what they are.",
+        },
+    )
     sharded: bool | None = field(
         default=None,
         metadata={
@@ -203,7 +213,7 @@ GROUPS = {
     "Nodes": "nnodes node_rank master_addr master_port tls_dir trust_network node_timeout",
     "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
     "prefill_chunk max_inter_token_ms max_batch_total_tokens max_batch_size kv_admission waiting_served_ratio "
-    "speculate speculative_method "
+    "speculate speculative_method speculative_model "
     "max_waiting_tokens max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit "
     "disable_prefix_caching state_checkpoint_tokens "
     "prefix_cache_host_gb prefix_cache_disk_gb prefix_cache_dir enable_prefill_logprobs "

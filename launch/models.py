@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from host.process import end_with_parent
 from launch.config import DEMO, TOKEN_VARIABLES
@@ -31,18 +31,63 @@ def resolve_model(
     """The folders of the model that the settings name, downloaded and converted if need be. Raises Refusal."""
     values = settings.values
     is_null = settings.is_null_model
+    return _resolve(
+        str(DEMO) if is_null else values["model_id"],  # the null model speaks the embedded one's tokens
+        values["revision"],
+        settings,
+        environ,
+        log,
+        with_weights=needs_weights and not (values["random_weights"] or is_null),
+        weights_override=values["weights_cache_override"],
+    )
+
+
+def resolve_speculative_model(settings: Settings, environ: Mapping[str, str], log: Log) -> Path | None:
+    """The folder of the model that proposes tokens, likewise; None: there is none. Raises Refusal.
+
+    Behind its name may stand `@` and a revision. It may be no more than heads, which have no tokenizer.
+    """
+    name = settings.values["speculative_model"]
+    if name is None or settings.is_null_model:
+        return None
+    model_id, revision = name_and_revision(name)
+    with_weights = not settings.values["random_weights"]
+    found = _resolve(model_id, revision, settings, environ, log, with_weights=with_weights, with_tokenizer=False)
+    return _one_folder(found)
+
+
+def name_and_revision(given: str) -> tuple[str, str | None]:
+    """What a model is called, and what stands behind `@`, if anything does and it is no folder's name."""
+    if Path(given).expanduser().is_dir():
+        return given, None
+    name, _, revision = given.partition("@")
+    return name, revision or None
+
+
+def _one_folder(model: hub.ResolvedModel) -> Path:
+    """The folder with both the description and the weights of a model. Raises Refusal for old formats."""
+    if model.weights_path != model.path:
+        raise Refusal(
+            [f"{model.path} has no *.safetensors: serve it once by --model-id or `lockstep quantize`, or convert it"], 1
+        )
+    return model.path
+
+
+def _resolve(
+    model_id: str, revision: str | None, settings: Settings, environ: Mapping[str, str], log: Log, **options: Any
+) -> hub.ResolvedModel:
+    """With the hub as the settings and the environment have it. Raises Refusal."""
     try:
         return hub.resolve(
-            str(DEMO) if is_null else values["model_id"],  # the null model speaks the embedded one's tokens
-            revision=values["revision"],
-            cache_dir=values["huggingface_hub_cache"],
-            with_weights=needs_weights and not (values["random_weights"] or is_null),
-            weights_override=values["weights_cache_override"],
+            model_id,
+            revision=revision,
+            cache_dir=settings.values["huggingface_hub_cache"],
             token=_token(environ),
             offline=is_offline(environ),
             report=log.info,
             convert=convert_in_child(child_environment(environ, True)),
             user_cache=Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
+            **options,
         )
     except HubError as error:
         raise Refusal([str(error)], 1) from None
@@ -57,18 +102,20 @@ class Description:
     names: set[str]  # of the repository's files; empty where the hub was not asked
 
 
-def find_description(settings: Settings, environ: Mapping[str, str], spare: Path) -> Description:
-    """The model's config.json, fetched into the folder `spare` if it is neither here nor in the cache.
+def find_description(
+    settings: Settings, environ: Mapping[str, str], spare: Path, model_id: str, revision: str | None
+) -> Description:
+    """A model's config.json, fetched into the folder `spare` if it is neither here nor in the cache.
 
     Nothing else is fetched, converted or kept; a hub that is silent for SILENT_SECONDS is given up, and so is one that
     is not done after ANSWER_SECONDS. Raises HubError.
     """
     values = settings.values
-    if local := hub.local_folder(values["model_id"]):
+    if local := hub.local_folder(model_id):
         return Description(local, None, set())
     repository = hub.Repository(
-        values["model_id"],
-        values["revision"],
+        model_id,
+        revision,
         values["huggingface_hub_cache"],
         _token(environ),
         is_offline(environ),

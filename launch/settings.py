@@ -18,7 +18,7 @@ from typing import Any
 from launch.compatibility import tgi
 from launch.config import GROUPS, NULL_MODEL, REMOVED, LauncherConfig
 from launch.logs import printable
-from router.config import RouterConfig, relation_problems
+from router.config import RouterConfig, relation_problems, speculative_problems
 from server.config import ShardConfig, tier_problems
 
 # The settings with rules between them: what `relation_problems` asks for.
@@ -32,6 +32,7 @@ RELATED = (
 )
 # Likewise those that `tier_problems` asks for.
 TIERS = ("prefix_cache_host_gb", "prefix_cache_disk_gb", "prefix_cache_dir", "disable_prefix_caching")
+SPECULATIVE = ("speculative_model", "speculative_method", "speculate")  # and `speculative_problems`
 LARGEST = 2**31 - 1  # of a setting without a bound of its own: what 32 bits hold on the wire and in tensors
 
 
@@ -146,6 +147,7 @@ def read_settings(
         ]
     problems += relation_problems(**{name: values[name] for name in RELATED})
     problems += tier_problems(**{name: values[name] for name in TIERS})
+    problems += speculative_problems(**{name: values[name] for name in SPECULATIVE})
     return Settings(values, sources, idle), problems
 
 

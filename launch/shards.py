@@ -18,7 +18,7 @@ from host.version import version
 from launch.nodes import Layout
 from launch.processes import ChildCommand
 from launch.settings import Settings, flag
-from router.config import RouterConfig
+from router.config import DEFAULT_GUESSES, RouterConfig
 from server.config import ShardConfig
 
 # Settings that may differ between nodes.
@@ -49,6 +49,7 @@ class ShardCommands:
     model: ModelFiles
     chosen_sockets: tuple[str, ...] = ()  # of --shard-uds-path, the same for every group
     adopts: bool = False  # whether this process adopts orphans, which forked shards are
+    speculative_model: Path | None = None  # folder of the model that proposes tokens; None: there is none
 
     def group(self, number: int) -> tuple[list[ChildCommand], tuple[str, ...]]:
         """The shards of group `number` and their sockets; the files of a group before are removed."""
@@ -65,6 +66,8 @@ class ShardCommands:
         """What all nodes of a launch must agree on, by the names that people know it by."""
         settings, layout = self.settings, self.layout
         shared = {name: value for name, value in settings.pick(ShardConfig).items() if name not in OF_A_NODE}
+        if self.speculative_model is not None:
+            shared["speculative_model"] = _digest(self.speculative_model, self.speculative_model)
         limits = _limits(settings.pick(RouterConfig))
         return {
             "Lockstep": version(),
@@ -77,11 +80,8 @@ class ShardCommands:
 
     def model_digest(self) -> str:
         """What tells two models, or two revisions of one, apart without reading all weights."""
-        parts = [(self.model.path / "config.json").read_bytes()]
-        if not self.settings.values["random_weights"]:
-            for file in sorted(self.model.weights_path.glob("*.safetensors")):
-                parts.append(f"{file.name} {file.stat().st_size}".encode())
-        return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+        has_weights = not self.settings.values["random_weights"]
+        return _digest(self.model.path, self.model.weights_path if has_weights else None)
 
     def _shard(self, rank: int, config: str) -> ChildCommand:
         """One shard: a fork, unless it has next to nothing to import or this process cannot adopt forks."""
@@ -110,9 +110,22 @@ class ShardCommands:
                 stage_sockets=tuple(f"{folder}/stage-{stage}.sock" for stage in stages),
                 is_null=settings.is_null_model,
                 version=version(),
-                **settings.pick(ShardConfig) | _limits(settings.pick(RouterConfig)) | {"device": self.device},
+                **settings.pick(ShardConfig)
+                | _limits(settings.pick(RouterConfig))
+                | self._speculation()
+                | {"device": self.device},
             )
             shard.save(folder / f"shard-{rank}.json")
+
+    def _speculation(self) -> dict[str, Any]:
+        """What the shards are told of the model that proposes tokens."""
+        values, model = self.settings.values, self.speculative_model
+        proposes = model is not None or values["speculative_method"] == "mtp"
+        default = DEFAULT_GUESSES if proposes else 0
+        return {
+            "speculative_model": None if model is None else str(model),
+            "speculate": default if values["speculate"] is None else values["speculate"],
+        }
 
     def _rendezvous(self, folder: Path, stage: int) -> str:
         values, sources = self.settings.values, self.settings.sources
@@ -123,6 +136,14 @@ class ShardCommands:
         if {sources["master_addr"], sources["master_port"]} == {"default"}:
             return f"file://{folder}/rendezvous-{stage}"
         return f"tcp://{values['master_addr']}:{values['master_port'] + stage}"
+
+
+def _digest(folder: Path, weights: Path | None) -> str:
+    """Of a model's description and of the names and sizes of its weights, if it has any."""
+    parts = [(folder / "config.json").read_bytes()]
+    for file in sorted(weights.glob("*.safetensors")) if weights is not None else ():
+        parts.append(f"{file.name} {file.stat().st_size}".encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _limits(router: Mapping[str, Any]) -> dict[str, int]:

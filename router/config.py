@@ -19,7 +19,10 @@ ROOM_FOR_ANSWER = 1024  # behind a longest prompt that was given for such a mode
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
 KV_ADMISSIONS = ("demand", "reserve")
-SPECULATIVE_METHODS = ("auto", "ngram", "suffix")
+FROM_TEXTS = ("ngram", "suffix")  # methods that look for what was said before
+OF_A_MODEL = ("draft", "medusa", "eagle3")  # those that need a model beside the one that is served
+SPECULATIVE_METHODS = ("auto", *FROM_TEXTS, *OF_A_MODEL, "mtp")
+DEFAULT_GUESSES = 4  # where a speculative model proposes as many
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_GUESSES = 16  # of one request in a step
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
@@ -184,8 +187,8 @@ class RouterConfig:
             "throughput, less gives smoother streams.",
         },
     )
-    speculate: int = field(
-        default=0,
+    speculate: int | None = field(
+        default=None,
         metadata={
             "help": "Tokens that may be guessed ahead for each running request, and checked in one step; 0: none. "
             "Answers stay what they are. How many are guessed follows from measured times and from how often guesses "
@@ -193,6 +196,8 @@ class RouterConfig:
             "unit": "tokens",
             "min": 0,
             "max": MOST_GUESSES,
+            "default": f"0; {DEFAULT_GUESSES}, or as many as the model proposes if fewer, with speculative_model or "
+            "speculative_method mtp",
             "when": "Requests repeat what they read or wrote, as edits of a file, extracts and agents do, and the "
             "device is not busy with many of them.",
         },
@@ -201,10 +206,12 @@ class RouterConfig:
         default="auto",
         metadata={
             "help": "Where guesses come from: ngram looks for the last tokens earlier in the same request, suffix also "
-            "in answers to earlier requests of the same API key. auto is suffix.",
+            "in answers to earlier requests of the same API key. draft, medusa, eagle3: from speculative_model alone, "
+            "which must be of that kind. mtp: from layers for it in the served model. auto: suffix, and "
+            "speculative_model if there is one.",
             "choices": SPECULATIVE_METHODS,
             "when": "ngram, if answers to earlier requests say nothing of later ones, or if clients of one key must "
-            "not learn others' answers by timing.",
+            "not learn others' answers by timing. mtp, if the model has such layers.",
         },
     )
     state_checkpoint_tokens: int = field(
@@ -593,6 +600,26 @@ class RouterConfig:
         target = Path(path)
         target.touch(mode=0o600)
         target.write_text(self.to_json())
+
+
+def speculative_problems(*, speculative_model: str | None, speculative_method: str, speculate: int | None) -> list[str]:
+    """What is wrong with these settings together, each with its remedy."""
+    is_given = speculative_model is not None
+    if speculative_method in OF_A_MODEL and not is_given:
+        return [
+            f"speculative_method is {speculative_method} but there is no speculative_model: name the model that "
+            "proposes tokens, or leave speculative_method out"
+        ]
+    if speculative_method in (*FROM_TEXTS, "mtp") and is_given:
+        source = "layers of the served model" if speculative_method == "mtp" else "texts alone"
+        return [
+            f"speculative_model is {speculative_model} but speculative_method is {speculative_method}, whose guesses "
+            f"come from {source}: leave one of them out"
+        ]
+    if speculate == 0 and (is_given or speculative_method == "mtp"):
+        what = "speculative_model" if is_given else "speculative_method mtp"
+        return [f"speculate is 0, so nothing could use {what}: raise it, or leave one of them out"]
+    return []
 
 
 def relation_problems(

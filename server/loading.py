@@ -31,6 +31,7 @@ from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import DTYPES, THROUGH_HOST, ShardConfig, dtype_for, parse_graph_sizes
 from server.drafting import load as drafting
+from server.drafting.served import Served
 from server.layers.embedding import with_own_head
 from server.model import load as model_loading
 from server.model import placement as placing
@@ -233,7 +234,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         report if shard.rank == 0 else lambda: None,  # the ranks of a stage load alike
         stage,
     )
-    model, proposer = drafting.beside(config, drafting.Served(model, backend, dtype, cache, kv_placement.offloaded))
+    model, proposer = drafting.beside(config, Served(model, weights, backend, dtype, cache))
     streams = isinstance(placement, Streaming) and bool(placement.stored)
     why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.stage_size)
     return Loaded(

@@ -18,7 +18,7 @@ from launch.commands.estimate import Estimate, estimate
 from launch.commands.findings import Findings
 from launch.compatibility.docker import Container
 from launch.machine import Placement
-from launch.models import Description, find_description, is_offline
+from launch.models import Description, find_description, is_offline, name_and_revision
 from launch.settings import Settings
 from server.checkpoint.files import (
     HubError,
@@ -47,9 +47,13 @@ class ModelCheck:
     def run(self) -> Estimate | None:
         """Look at the model's files, and what it takes; None where that is not known."""
         findings = self.findings
+        self._check_speculative_model()
         with tempfile.TemporaryDirectory() as spare:
             try:
-                model = find_description(self.settings, self.variables, Path(spare))
+                values = self.settings.values
+                model = find_description(
+                    self.settings, self.variables, Path(spare), values["model_id"], values["revision"]
+                )
                 config = read_json(model.folder / "config.json", "the model's description")
             except HubError as error:
                 findings.problems.append(str(error))
@@ -63,6 +67,22 @@ class ModelCheck:
                 self._add(found)
             self._check_weights(model, found)
             return found
+
+    def _check_speculative_model(self) -> None:
+        """Whether there is what proposes tokens; its memory is not counted."""
+        name, findings = self.settings.values["speculative_model"], self.findings
+        if name is None:
+            return
+        with tempfile.TemporaryDirectory() as spare:
+            try:
+                model_id, revision = name_and_revision(name)
+                found = find_description(self.settings, self.variables, Path(spare), model_id, revision)
+                config = read_json(found.folder / "config.json", "the speculative model's description")
+            except HubError as error:
+                findings.problems.append(str(error))
+                return
+        findings.add("speculative model", name, str(config.get("model_type", "")))
+        findings.unchecked.append("the memory of the speculative model, and whether it goes with the model")
 
     def _check_tokenizer(self, model: Description) -> None:
         findings, folder = self.findings, model.folder

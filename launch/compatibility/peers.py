@@ -41,12 +41,10 @@ OPTIONS: Mapping[str, str] = {
     "--uvicorn-log-level": "--log-level",
     "--allowed-origins": "--cors-allow-origin",
     "--enable-lora --lora-modules --lora-paths --lora": "adapters are not served: merge them",
-    "--speculative-config -sc --speculative-algorithm --speculative-num-draft-tokens --draft-max --draft --draft-n": (
-        "--speculate, with guesses from texts alone"
-    ),
-    "--speculative-model --speculative-draft-model-path --model-draft -md --hf-repo-draft -hfd": (
-        "there are no draft models: --speculate guesses from texts"
-    ),
+    "--speculative-config -sc": "--speculative-model, --speculate and --speculative-method, for its three values",
+    "--speculative-num-draft-tokens --draft-max --draft --draft-n": "--speculate",
+    "--speculative-draft-model-path --model-draft -md --hf-repo-draft -hfd": "--speculative-model",
+    "--speculative-algorithm": "--speculative-method",
     "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file": "a proxy in front speaks TLS",
     "--embedding --embeddings --is-embedding": "there are no embeddings",
 }

@@ -37,6 +37,7 @@ from typing import Any
 
 from router.batching.batch_view import BatchView
 from router.batching.prefix_mover import Mover
+from router.drafting.proposals import Proposal
 from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
 from router.scheduling.drain_rate import DrainRate
 from router.scheduling.grammar import Continuation, Matching
@@ -55,7 +56,7 @@ from router.scheduling.request import (
 )
 from router.scheduling.scheduler import Scheduler
 from router.shards.client import ShardError, Shards, StepReply
-from router.shards.wire import mistake_in, planned_request
+from router.shards.wire import mistake_in, planned_request, proposals_of
 from router.telemetry.metrics import Metrics, StepTrace
 from router.text.generated import FinishReason, GeneratedText
 from router.text.tokenizer import ModelTokenizer
@@ -104,6 +105,7 @@ class Batcher:
         self._most_under_way = limits.num_lanes + 1
         self._under_way: deque[_SentStep] = deque()
         self._replied_at = 0.0
+        self._is_behind_awaited = False  # whether the step that is under way could not be planned before `_replied_at`
         self._work = asyncio.Event()
         self._ended = asyncio.Event()
         self._is_draining = False
@@ -245,7 +247,8 @@ class Batcher:
             if (reply := await self._replies.next(self._work if may_send else None)) is None:
                 return True  # a sequence that was held may go on before it comes
             due = self._under_way[0].plan
-            if mistake := mistake_in(reply, due.number, self.limits.vocab_size, due.drafts):
+            vocab_size = self.limits.vocab_size
+            if mistake := mistake_in(reply, due.number, vocab_size, due.drafts, due.proposals, due.proposed):
                 raise ShardError(0, mistake)
             self._deliver(self._under_way.popleft(), reply)
         elif self._is_draining and not self._awaits_others:
@@ -302,14 +305,16 @@ class Batcher:
     def _deliver(self, step: _SentStep, reply: StepReply) -> None:
         received_at = self._clock()
         began_at = max(step.sent_at, self._replied_at)
-        if step.plan.drafts and not step.plan.constrained:
+        if self._is_behind_awaited or (step.plan.drafts and not step.plan.constrained):
             began_at = self._replied_at  # it could be planned only then: that took its time too
         self._replied_at = received_at
+        self._is_behind_awaited = step.plan.proposals > 0 and not self._under_way
         if reply.error:
             self._fail_step(step, reply.error)
             return
         self._scheduler.computed(step.plan)
-        self._scheduler.timed(step.plan, received_at - began_at)
+        seconds, propose_seconds = received_at - began_at, reply.propose_ns / 1e9
+        self._scheduler.timed(step.plan, seconds - propose_seconds)
         for prompt in reply.prompt:
             if (entry := self._live.get(prompt.id)) is not None:
                 entry.note_logprobs(prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
@@ -330,21 +335,24 @@ class Batcher:
                 self._deliver_tokens(entry, token_id, logprob, top_tokens, received_at)
                 if entry.match is not None or self._scheduler.speculation is not None:
                     going_on.setdefault(entry, []).append(token_id)
+        proposals = proposals_of(reply)
         for entry, token_ids in going_on.items():
-            self._go_on(entry, token_ids)
-        self._scheduler.stepped(step.plan, received_at - began_at)
+            self._go_on(entry, token_ids, proposals.get(entry.id))
+        num_right = self._scheduler.stepped(step.plan, seconds, propose_seconds, len(proposals))
         if step.plan.drafts:
-            self._metrics.guessed(step.plan.num_guesses, len(reply.ids) - len(set(reply.ids)))
+            self._metrics.guessed(step.plan.num_guesses, num_right)
+        if step.plan.proposals:
+            self._metrics.proposed(len(reply.proposal_tokens), propose_seconds)
         self._metrics.delivered(
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )
 
-    def _go_on(self, entry: Entry, token_ids: Sequence[int]) -> None:
-        """Find out what may come behind tokens that were delivered, and guess what will."""
+    def _go_on(self, entry: Entry, token_ids: Sequence[int], proposal: Proposal | None) -> None:
+        """Find out what may come behind tokens that were delivered, and guess what will; a model proposes this."""
         if self._scheduler.speculation is not None:
             self._metrics.skipped_tokens.observe(len(token_ids) - 1)
         if not entry.is_over:
-            guess = self._scheduler.guess(entry)
+            guess = self._scheduler.guess(entry, proposal)
             self._grammar_waits.ask(entry, token_ids, guess)
 
     def _deliver_tokens(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:

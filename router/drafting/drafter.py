@@ -22,6 +22,7 @@ class Guess(NamedTuple):
     token_ids: tuple[int, ...] = ()
     match: int = 0  # how many of the text's last tokens were found where the guess comes from
     share: float = 1.0  # of the places where they were found, how many go on with the guess's first token
+    logprobs: tuple[float, ...] = ()  # how likely a model finds each, where one proposes them
 
 
 NOTHING = Guess()
@@ -40,6 +41,20 @@ class Drafter(Protocol):
         """The text is complete."""
 
 
+class Silent:
+    """Guesses nothing."""
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """It does not matter."""
+
+    def guess(self, most: int) -> Guess:
+        """Nothing."""
+        return NOTHING
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+
 class NgramDrafter:
     """Goes on as the text did where its last tokens, as many as possible, occurred last.
 
@@ -47,8 +62,9 @@ class NgramDrafter:
     comes back to it.
     """
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._index = TokenIndex(token_ids[-MOST_TOKENS:])
+    def __init__(self, text: Sequence[int] | TokenIndex) -> None:
+        """text: its tokens, or these indexed, as `indexed` does it; the index then belongs to this drafter."""
+        self._index = text if isinstance(text, TokenIndex) else indexed(text)
         self._is_known = False  # whether the longest match of the text as it is now was looked for
         self._place = self._match = 0  # where it ends, and how long it is
         self._broken_at = self._search_until = (
@@ -111,11 +127,11 @@ class NgramDrafter:
 class SuffixDrafter:
     """Looks into earlier answers to the same owner too, where they match more of the text than itself does."""
 
-    def __init__(self, token_ids: Sequence[int], answers: EarlierAnswers, owner: Owner) -> None:
-        self._own = NgramDrafter(token_ids)
+    def __init__(self, text: Sequence[int] | TokenIndex, answers: EarlierAnswers, owner: Owner) -> None:
+        self._own = NgramDrafter(text)
         self._answers = answers
         self._owner = owner
-        self._said = array("i", token_ids[-BEGINNING:])  # what is remembered
+        self._said = self._own.text[-BEGINNING:]  # what is remembered
         self._num_before = len(self._said)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -137,3 +153,8 @@ class SuffixDrafter:
         """Remember the answer."""
         if len(self._said) > self._num_before:
             self._answers.add(self._owner, self._said)
+
+
+def indexed(token_ids: Sequence[int]) -> TokenIndex:
+    """The last MOST_TOKENS of a text."""
+    return TokenIndex(token_ids[-MOST_TOKENS:])

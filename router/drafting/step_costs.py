@@ -51,29 +51,34 @@ class _Times:
 class StepCosts:
     """Seconds of steps without prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_seconds: float = math.inf) -> None:
+        """row_seconds: what a row costs at most, as far as is known."""
         self._plain = _Times()
         self._drafted = _Times()
-        self._num_steps = 0
-        self._row_seconds = math.inf  # what a row costs at most
+        self.num_steps = 0
+        self._row_seconds = row_seconds
 
     def note(self, rows: int, seconds: float, *, has_drafts: bool) -> None:
         """A step of so many rows took so long: a plain one from when it could begin, else from sending to reply."""
-        self._num_steps += 1
-        (self._drafted if has_drafts else self._plain).note(self._num_steps, rows, seconds)
+        self.num_steps += 1
+        (self._drafted if has_drafts else self._plain).note(self.num_steps, rows, seconds)
 
     def note_prompts(self, tokens: int, seconds: float) -> None:
         """A step that did nothing else computed so many tokens of prompts."""
         self._row_seconds = min(seconds / tokens, DOUBT * self._row_seconds)
 
+    def prompts(self, tokens: int) -> float:
+        """What so many tokens of prompts add to a step; 0 where that is not known."""
+        return tokens * self._row_seconds if tokens and math.isfinite(self._row_seconds) else 0.0
+
     def plain(self, batch: int) -> float:
         """Seconds of a step in which so many sequences decode, without drafts; infinity if that is not known."""
-        return next(self._line(self._plain.fresh(self._num_steps), batch))
+        return next(self._line(self._plain.fresh(self.num_steps), batch))
 
     def drafted(self, batch: int) -> Iterator[float]:
         """Seconds of a step of these sequences with one guess, with two, and so on."""
-        start, plain = self.plain(batch), self._plain.fresh(self._num_steps)
-        known = {**plain, **self._drafted.fresh(self._num_steps)}
+        start, plain = self.plain(batch), self._plain.fresh(self.num_steps)
+        known = {**plain, **self._drafted.fresh(self.num_steps)}
         above = {kind: point for kind, point in known.items() if point[0] > batch}
         yield from self._line({-1: (float(batch), start), **above}, batch + 1)
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router.config import ROOM_FOR_ANSWER, UNBOUNDED_TOTAL_TOKENS, RouterConfig, relation_problems
+from router.config import (
+    DEFAULT_GUESSES,
+    ROOM_FOR_ANSWER,
+    UNBOUNDED_TOTAL_TOKENS,
+    RouterConfig,
+    relation_problems,
+)
 from router.scheduling.queue import blocks_for
 
 UINT32_MAX = 2**32 - 1  # what the wire carries for a number of tokens
@@ -57,6 +63,8 @@ class Limits:
     most_at_once: int = 0  # tokens of one sequence in a step, so that they fit a ring; 0: any number
     speculate: int = 0  # tokens of a sequence that are guessed for a step, at most; 0: none are
     speculative_method: str = "auto"
+    proposals: int = 0  # of those, tokens that a speculative model proposes at most; 0: there is none
+    token_seconds: float = 0.0  # what each token of a prompt adds to a step; 0: not known
     kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -187,6 +195,7 @@ def resolve(
     shares_prefixes: bool,
     takes_drafts: bool,
     pads_chunks: bool,
+    most_proposals: int = 0,
     num_states: int = 0,
     checkpoint_blocks: int = 0,
     window_blocks: int = 0,
@@ -194,6 +203,7 @@ def resolve(
 ) -> Limits:
     """The final limits after the warmup. Raises ValueError when the longest request could never run.
 
+    most_proposals: tokens that a speculative model proposes for a sequence at most; 0: there is none.
     num_states: sequences that states or rings have room for; 0: no layer has either. checkpoint_blocks: that hold the
     states of one sequence, or one block of tokens of windowed layers; 0: they cannot be kept. window_blocks,
     most_at_once: see `Limits`.
@@ -202,6 +212,7 @@ def resolve(
     lengths = derive_lengths(config, max_positions, has_encoder=has_encoder, room=room)
     prefill = prefill_tokens(config, room, has_encoder=has_encoder)
     useful = useful_tokens(config, lengths, block_size=block_size, has_encoder=has_encoder)
+    speculate = guesses(config, most_proposals) if takes_drafts else 0
     return Limits(
         **{name: getattr(config, name) for name in AS_SET},
         max_input_length=lengths.max_input_length,
@@ -221,12 +232,33 @@ def resolve(
         checkpoint_blocks=checkpoint_blocks,
         window_blocks=window_blocks,
         most_at_once=most_at_once,
-        speculate=config.speculate if takes_drafts else 0,
+        speculate=speculate,
+        proposals=min(speculate, most_proposals),
+        token_seconds=room.token_seconds,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config, lengths, prefill, is_full_size=max_batch_total_tokens >= useful)
-        | ({} if takes_drafts else {"speculate": "not possible with this model"})
+        | _of_guesses(config, takes_drafts=takes_drafts, has_proposals=most_proposals > 0)
         | _of_states(config, num_states, "rings of windowed layers" if window_blocks else "states of recurrent layers"),
     )
+
+
+def guesses(config: RouterConfig, most_proposals: int) -> int:
+    """Tokens that may be guessed of a sequence for a step. Raises ValueError for more than the model proposes."""
+    if config.speculate is None:
+        return min(DEFAULT_GUESSES, most_proposals)
+    if 0 < most_proposals < config.speculate:
+        raise ValueError(
+            f"speculate is {config.speculate} but the speculative model proposes {most_proposals} tokens at most: "
+            f"lower speculate to {most_proposals} or leave it out"
+        )
+    return config.speculate
+
+
+def _of_guesses(config: RouterConfig, *, takes_drafts: bool, has_proposals: bool) -> dict[str, str]:
+    """Where `speculate` came from, if not from its setting."""
+    if not takes_drafts:
+        return {"speculate": "not possible with this model"}
+    return {"speculate": "of the speculative model"} if config.speculate is None and has_proposals else {}
 
 
 def batch_size(wanted: int | None, num_states: int) -> int | None:

@@ -90,11 +90,18 @@ class StepPlan(NamedTuple, Generic[S]):
     kept: Mapping[int, Sequence[int]] = NOTHING  # Blocks that states go to when the step is computed.
     drafts: Mapping[int, Extension] = NOTHING  # Running sequences with guesses: each gets a token, or some of these.
     awaiting: Sequence[S] = ()  # Those that sit this step out, to go on with guesses once their latest token has come.
+    proposals: int = 0  # Tokens that a speculative model proposes for the next step …
+    proposed: Sequence[int] = ()  # … behind what each of these sequences gets in this one.
 
     @property
     def num_decoding(self) -> int:
         """How many sequences go on from their latest tokens; each gets one, or with guesses that are right, more."""
         return len(self.decoding) + len(self.drafts)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether no step of its lane is planned before its reply: it has guesses, or the next one will."""
+        return self.proposals > 0 or self.num_guesses > 0
 
     @property
     def num_guesses(self) -> int:
@@ -103,7 +110,11 @@ class StepPlan(NamedTuple, Generic[S]):
 
     def num_repeats(self, num_running: int) -> int:
         """How many steps after this one are the same if none comes or leaves before its end: all must decode."""
-        if len(self.decoding) < num_running or any(entry.request.grammar is not None for entry in self.decoding):
+        if (
+            self.proposals
+            or len(self.decoding) < num_running
+            or any(entry.request.grammar is not None for entry in self.decoding)
+        ):
             return 0
         return min((entry.granted - entry.num_scheduled for entry in self.decoding), default=0)
 
@@ -123,7 +134,7 @@ class Lane(Generic[S]):
         self.number = number
         self.size = 0  # sequences in it
         self.under_way = 0  # steps that were planned and not answered
-        self.has_guesses = False  # whether one of those has any, so that what comes next is not known yet
+        self.is_awaited = False  # whether one of those has guesses or proposals, so that nothing can be planned yet
         self.steps_since_admission = 0
         self.before: StepPlan[S] | None = None  # its latest step that was not a repetition
         self.num_repeats = 0  # how many steps may be the same as that one, if none comes or leaves before its end
@@ -139,7 +150,7 @@ class Lane(Generic[S]):
     def planned(self, plan: StepPlan[S]) -> None:
         """Its next step."""
         self.before, self.num_repeats = plan, plan.num_repeats(self.size)
-        self.has_guesses = plan.num_guesses > 0
+        self.is_awaited = plan.is_awaited
 
 
 class Lanes(Generic[S]):
@@ -155,11 +166,11 @@ class Lanes(Generic[S]):
     def turns(self) -> Iterator[Lane[S]]:
         """The lanes that may have another step, in turn. `taken` has to be told of the one whose step is taken."""
         if len(self.all) == 1:  # how many steps it has under way, the batching loop bounds
-            if not self.all[0].has_guesses:
+            if not self.all[0].is_awaited:
                 yield self.all[0]
             return
         for lane in self.all[self._turn :] + self.all[: self._turn]:
-            if lane.under_way < MOST_UNDER_WAY and not lane.has_guesses:
+            if lane.under_way < MOST_UNDER_WAY and not lane.is_awaited:
                 yield lane
 
     def taken(self, lane: Lane[S]) -> None:
@@ -171,8 +182,8 @@ class Lanes(Generic[S]):
         """The oldest step under way, this one, has been answered."""
         lane = self.all[plan.lane]
         lane.under_way -= 1
-        if plan.num_guesses:
-            lane.has_guesses = False
+        if plan.is_awaited:
+            lane.is_awaited = False
 
     def places(self, lane: Lane[S], waiting: int) -> int | None:
         """How many may join a lane, of so many that wait, so that all are about as full; None: any number."""
@@ -184,7 +195,7 @@ class Lanes(Generic[S]):
     def restart(self) -> None:
         """The shards have lost everything that was under way."""
         for lane in self.all:
-            lane.under_way, lane.has_guesses = 0, False
+            lane.under_way, lane.is_awaited = 0, False
 
 
 def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int]:

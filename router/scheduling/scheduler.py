@@ -15,12 +15,15 @@ leaves in that very step, and waits to be rebuilt like those above. Left out: th
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Generic
 
+from router.config import FROM_TEXTS
+from router.drafting.proposals import Proposal
 from router.drafting.speculation import Candidate, Drafting, Speculation, Verified
 from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
@@ -42,6 +45,9 @@ from router.scheduling.plan import (
 from router.scheduling.prefix_cache import Found, PrefixCache
 from router.scheduling.prefix_index import TierIndex
 from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch, take_from
+from router.scheduling.request import Scheduled
+
+ASKED_AGAIN = 8  # steps after which it is looked again whether a model's proposals pay
 
 
 class Scheduler(Generic[S]):
@@ -176,10 +182,11 @@ class Scheduler(Generic[S]):
         grown, away = ({}, {}) if self.forecast is None else self._grow(lane)
         preempted |= away
         decoding, chunks, join_reason, fresh = self._chosen(lane, may_admit=not away)
-        drafts, awaiting = self._guess(decoding, grown)
+        prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
+        drafts, awaiting = self._guess(decoding, grown, prefill_tokens)
+        proposals, proposed = self._ask(decoding, drafts, chunks, fresh, grown)
         copies = self._cache.take_copies()
         is_idle = not (retired or preempted or grown or decoding or drafts or chunks or fresh or copies)
-        prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         chunks |= {entry.id: 1 if entry.request.encoder_ids else num_tokens for entry, num_tokens in fresh}
         concerned = {entry.id: entry for entry in decoding}
         concerned |= {id: self.running[id] for id in (*drafts, *chunks, *grown)}
@@ -214,8 +221,12 @@ class Scheduler(Generic[S]):
             copies=copies,
             drafts=drafts,
             awaiting=awaiting,
+            proposals=proposals,
+            proposed=proposed,
         )
         lane.planned(plan)
+        if self.speculation is not None and self.speculation.most_proposals:
+            lane.num_repeats = min(lane.num_repeats, ASKED_AGAIN)
         if isinstance(self._cache.checkpoints, States):  # a step that keeps states is no repetition
             borders = [entry.steps_to_border - 1 for entry in decoding if entry.border]
             lane.num_repeats = min([lane.num_repeats, *borders])
@@ -223,50 +234,100 @@ class Scheduler(Generic[S]):
             self.forecast.planned(plan)
         return plan
 
-    def _guess(self, decoding: list[S], grown: dict[int, Sequence[int]]) -> tuple[dict[int, Extension], list[S]]:
+    def _guess(
+        self, decoding: list[S], grown: dict[int, Sequence[int]], prefill_tokens: int
+    ) -> tuple[dict[int, Extension], list[S]]:
         """Those of `decoding` that go on with guesses, and those that wait to do so; both are taken out of it.
 
         What blocks they need for that are added to `grown`.
         """
+        if self.speculation is None:
+            return {}, []
+        may_pay = self.speculation.may_pay(len(decoding))
         ready: list[S] = []
         under_way: list[S] = []
         for entry in decoding:
-            if entry.drafting is not None:
+            if entry.drafting is not None and (entry.came is not None or (may_pay and entry.drafting.most)):
                 (under_way if entry.num_scheduled > len(entry.generated_ids) else ready).append(entry)
         drafts: dict[int, Extension] = {}
-        for entry, guess in self._guesses(ready, decoding, grown):
+        for entry, guess in self._guesses(ready, decoding, grown, prefill_tokens):
             if guess or entry.came is not None:
                 drafts[entry.id] = Extension.of(entry, guess)
                 entry.num_scheduled += 1
                 entry.came = 0 if guess else None  # without guesses the shards know what it gets
-        awaiting = [entry for entry, guess in self._guesses(under_way, decoding, grown) if guess]
+        awaiting = [entry for entry, guess in self._guesses(under_way, decoding, grown, prefill_tokens) if guess]
         if drafts or awaiting:
             decoding[:] = [entry for entry in decoding if entry.id not in drafts and entry not in awaiting]
         return drafts, awaiting
 
     def _guesses(
-        self, able: Sequence[S], decoding: Sequence[S], grown: dict[int, Sequence[int]]
+        self, able: Sequence[S], decoding: Sequence[S], grown: dict[int, Sequence[int]], prefill_tokens: int
     ) -> Iterable[tuple[S, tuple[int, ...]]]:
         """What each of `able`, some of `decoding`, may go on with."""
         if self.speculation is None or not able:
             return ()
-        guesses = self.speculation.choose([self._candidate(entry, grown) for entry in able], len(decoding) - len(able))
-        return zip(able, guesses, strict=True)
+        others = {entry.id: entry.drafting for entry in decoding}
+        for entry in able:
+            del others[entry.id]
+        candidates = [self._candidate(entry, grown) for entry in able]
+        return zip(able, self.speculation.choose(candidates, [*others.values()], prefill_tokens), strict=True)
+
+    def _ask(
+        self,
+        decoding: Sequence[S],
+        drafts: Mapping[int, Extension],
+        chunks: Mapping[int, int],
+        fresh: Sequence[tuple[S, int]],
+        grown: dict[int, Sequence[int]],
+    ) -> tuple[int, Sequence[int]]:
+        """How many tokens are to be proposed behind those of this step, and for which sequences.
+
+        Blocks that these need are added to `grown`, as far as there are any.
+        """
+        speculation = self.speculation
+        if speculation is None or not speculation.most_proposals or self._suspect is not None:
+            return 0, ()
+        reached = {entry: entry.num_scheduled + 1 for entry in decoding}
+        reached |= {self.running[id]: self.running[id].num_scheduled for id in drafts}
+        begun = [(self.running[id], num_tokens) for id, num_tokens in chunks.items()]
+        for entry, num_tokens in (*begun, *fresh):
+            if num_tokens == entry.num_prompt_left and not entry.request.encoder_ids:
+                reached[entry] = entry.num_scheduled + len(entry.forced) + 1
+        if not reached or not speculation.may_pay(len(reached)):
+            return 0, ()
+        candidates = [Candidate(self._drafting(entry), self._draftable(entry, num)) for entry, num in reached.items()]
+        asked = speculation.ask(candidates)
+        proposed = [entry for place, entry in enumerate(reached) if place in asked.places]
+        if self.forecast is not None:
+            new = {entry for entry, _ in fresh}  # they have their first blocks
+            for entry in proposed:
+                guessed = len(drafts[entry.id].token_ids) - 1 if entry.id in drafts else 0
+                if entry not in new and (needed := reached[entry] + guessed + asked.most) > entry.granted:
+                    self._give(entry, needed, grown)
+        return asked.most, [entry.id for entry in proposed]
+
+    def _draftable(self, entry: S, num_reached: int) -> int:
+        """Tokens that a draft has room for behind so many generated ones: in its answer, a ring, and up to a border."""
+        assert entry.drafting is not None
+        most = min(entry.drafting.most, entry.request.max_new_tokens - num_reached - 1)
+        if entry.most_at_once:
+            most = min(most, entry.most_at_once - 1)
+        if entry.border:  # a step that keeps states has no guesses
+            most = min(most, entry.steps_to_border - 2)
+        return most
 
     def _candidate(self, entry: S, grown: dict[int, Sequence[int]]) -> Candidate:
         """How many guesses of a sequence have room: in its answer, the step, what its grammar allows, and blocks."""
         assert entry.drafting is not None
-        wanted = min(entry.drafting.most, entry.request.max_new_tokens - entry.num_scheduled - 1)
-        if entry.most_at_once:
-            wanted = min(wanted, entry.most_at_once - 1)
-        if entry.border:  # a step that keeps states has no guesses
-            wanted = min(wanted, entry.steps_to_border - 2)
+        wanted = self._draftable(entry, entry.num_scheduled)
         if entry.continuation is not None:
             wanted = min(wanted, len(entry.continuation.drafted))
         is_under_way = entry.num_scheduled > len(entry.generated_ids)
         needed = entry.num_scheduled + 1 + wanted
-        if wanted > 0 and needed > entry.granted and self.forecast is not None and not is_under_way:
-            self._give(entry, needed, grown)
+        if needed > entry.granted and wanted > 0 and self.forecast is not None and not is_under_way:
+            wanted = len(entry.drafting.guess(wanted).token_ids)
+            if wanted:
+                self._give(entry, entry.num_scheduled + 1 + wanted, grown)
         return Candidate(entry.drafting, min(wanted, entry.granted - entry.num_scheduled - 1), is_under_way)
 
     def _keep_states(
@@ -414,40 +475,59 @@ class Scheduler(Generic[S]):
             self._cache.confirm(keys[num_full], entry.blocks[num_full], entry.id, num_full)
             self._cache.name_states(entry, num_full, keys[num_full])
 
-    def guess(self, entry: S) -> Sequence[int]:
-        """What a sequence may go on with, now that tokens have been delivered."""
-        if self.speculation is None or not (most := entry.request.most_guesses(self.limits.speculate)):
+    def guess(self, entry: S, proposal: Proposal | None = None) -> Sequence[int]:
+        """What a sequence may go on with, now that tokens have been delivered; a model proposes this."""
+        speculation = self.speculation
+        if speculation is None:
             return ()
-        if entry.drafting is None:
-            request = entry.request
-            said = [*request.prediction, *request.prompt_ids] if request.prediction else request.prompt_ids
-            entry.drafting = self.speculation.begin(said, entry.key_name, request.cache_salt, most)
-        self._tell(entry, entry.drafting)
-        if entry.id not in self.running or not (guess := entry.drafting.guess(most).token_ids):
+        drafting, is_running = self._drafting(entry), entry.id in self.running
+        if not drafting.most or (is_running and not speculation.may_pay(self._lanes.all[entry.lane].size)):
+            return ()
+        self._tell(entry, drafting)
+        if proposal is not None:
+            drafting.propose(proposal)
+        if not is_running or not (guess := drafting.guess(drafting.most).token_ids):
             return ()
         self._lanes.all[entry.lane].num_repeats = 0
         return guess
+
+    def _drafting(self, entry: S) -> Drafting:
+        """What guesses how a sequence goes on, from its beginning on."""
+        if entry.drafting is None:
+            assert self.speculation is not None
+            request, most = entry.request, entry.request.most_guesses(self.limits.speculate)
+            said = [*request.prediction, *request.prompt_ids] if request.prediction else request.prompt_ids
+            entry.drafting = self.speculation.begin(said, entry.key_name, request.cache_salt, most)
+        return entry.drafting
 
     def _tell(self, entry: S, drafting: Drafting) -> None:
         drafting.came(entry.generated_ids[entry.num_told :])
         entry.num_told = len(entry.generated_ids)
 
-    def stepped(self, plan: StepPlan[S], seconds: float) -> None:
-        """All that the step has brought is delivered: learn what guesses are worth."""
+    def stepped(self, plan: StepPlan[S], seconds: float, propose_seconds: float = 0.0, num_proposed: int = 0) -> int:
+        """All that the step has brought is delivered: learn what guesses are worth. Returns how many were right.
+
+        propose_seconds: what of it a model took to propose tokens, for so many sequences.
+        """
         if self.speculation is None:
-            return
+            return 0
         plain = [entry.drafting for entry in plan.decoding if entry.drafting is not None]
         verified = []
         for id, draft in plan.drafts.items():
             entry = plan.concerned[id]
             assert entry.drafting is not None
-            verified.append(Verified(entry.drafting, len(draft.token_ids) - 1, max(0, (entry.came or 0) - 1)))
+            verified.append(Verified(entry.drafting, len(draft.token_ids) - 1, _num_right(entry, draft)))
             entry.num_guessed += verified[-1].num_guesses
             entry.num_right += verified[-1].num_right
         held = [entry.drafting for entry in plan.awaiting if entry.drafting is not None]
         others = len(plan.decoding) - len(plain)
         is_pure = not (plan.prefill_tokens or plan.restores)
-        self.speculation.stepped(plain, verified, others, seconds if is_pure else None, held)
+        if num_proposed and is_pure:  # behind a prompt a model has more to follow
+            self.speculation.propose_costs.note(num_proposed, plan.proposals, propose_seconds)
+        self.speculation.stepped(
+            plain, verified, others, seconds if is_pure else None, held, propose_seconds if plan.proposals else None
+        )
+        return sum(one.num_right for one in verified)
 
     def finished(self, entry: S, *, is_cut: bool) -> None:
         """Its answer is complete. is_cut: only because its client wanted no more."""
@@ -787,9 +867,22 @@ class Scheduler(Generic[S]):
                 self._cache.pass_depth(entry, depth)
 
 
+def _num_right(entry: Scheduled, draft: Extension) -> int:
+    """How many of its guesses came, the last token too where that has ended it."""
+    came = entry.generated_ids[len(entry.generated_ids) - (entry.came or 0) :]
+    pairs = zip(draft.token_ids[1:], came, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def speculation_of(limits: Limits) -> Speculation | None:
     """What guesses for running sequences, if anything does."""
     if not limits.speculate:
         return None
-    seconds = None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000
-    return Speculation(limits.speculate, finds_answers=limits.speculative_method != "ngram", most_seconds=seconds)
+    return Speculation(
+        limits.speculate,
+        finds_answers=limits.speculative_method != "ngram",
+        reads_texts=limits.speculative_method in ("auto", *FROM_TEXTS),
+        most_proposals=limits.proposals,
+        most_seconds=None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000,
+        row_seconds=limits.token_seconds or math.inf,
+    )

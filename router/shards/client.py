@@ -96,6 +96,8 @@ class ModelInfo:
     has_tiers: bool = False  # whether the prefix cache goes on behind the device
     shares_prefixes: bool = False  # whether a block serves every sequence that begins with the same tokens
     takes_drafts: bool = False  # whether sequences may go on with guesses
+    most_proposals: int = 0  # tokens that a speculative model proposes for a sequence at most; 0: there is none
+    proposes: str = ""  # what it is, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,8 @@ class ShardedClient:
             decoder_start=first.decoder_start if first.HasField("decoder_start") else None,
             shares_prefixes=first.shares_prefixes,
             takes_drafts=all(reply.takes_drafts for reply in replies),
+            most_proposals=min(reply.most_proposals for reply in replies),
+            proposes=first.proposes,
             has_tiers=first.has_tiers,
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
+from router.drafting.proposals import Proposal
 from router.scheduling.grammar import Continuation, Mask
 from router.scheduling.plan import Extension, StepPlan
 from router.scheduling.queue import blocks_for
@@ -142,6 +143,9 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
         },
     )
     request.tier_session, request.lane = tier_session, plan.lane
+    if plan.proposals:
+        request.proposals = plan.proposals
+        request.proposed_ids.extend(plan.proposed)
     for id, blocks in plan.grown.items():
         request.grown_ids.append(id)
         request.grown_counts.append(len(blocks))
@@ -197,8 +201,18 @@ def token_mask(mask: Mask, places: Sequence[tuple[int, int]]) -> TokenMask:
     return found
 
 
-def mistake_in(reply: StepReply, step: int, vocab_size: int, drafts: Mapping[int, Extension]) -> str | None:
-    """What no sound shard answers to a step with these drafts; None where there is nothing of the kind."""
+def mistake_in(
+    reply: StepReply,
+    step: int,
+    vocab_size: int,
+    drafts: Mapping[int, Extension],
+    proposals: int = 0,
+    proposed: Collection[int] = (),
+) -> str | None:
+    """What no sound shard answers to a step with these drafts; None where there is nothing of the kind.
+
+    proposals, proposed: how many tokens it was asked to propose, and for which sequences.
+    """
     if reply.step != step:
         return f"answered step {reply.step} when step {step} was due"
     num_tokens, num_tops = len(reply.ids), sum(reply.top_counts)
@@ -207,12 +221,53 @@ def mistake_in(reply: StepReply, step: int, vocab_size: int, drafts: Mapping[int
         return f"answered step {reply.step} with columns of different lengths"
     if num_tokens and max(reply.token_ids) >= vocab_size:
         return f"generated token {max(reply.token_ids)} of a vocabulary of {vocab_size}"
-    if len(set(reply.ids)) < num_tokens:
-        for id, count in Counter(reply.ids).items():
-            if count > (most := len(drafts[id].token_ids) if id in drafts else 1):
-                return f"answered step {reply.step} with {count} tokens of sequence {id}, which could get {most}"
+    if len(set(reply.ids)) < num_tokens and (mistake := _mistake_in_drafted(reply, drafts)):
+        return mistake
+    if reply.proposal_ids and (mistake := _mistake_in_proposals(reply, vocab_size, proposals, proposed)):
+        return mistake
     for prompt in reply.prompt:
         num_top = len(prompt.top_ids)
         if num_top != len(prompt.top_logprobs) or num_top % (len(prompt.logprobs) or num_top or 1):
             return f"answered step {reply.step} with candidates of a prompt that are not as many for each token"
     return None
+
+
+def _mistake_in_drafted(reply: StepReply, drafts: Mapping[int, Extension]) -> str | None:
+    """The same of sequences with several tokens: all but the last are what was guessed."""
+    came: dict[int, list[int]] = {}
+    for id, token_id in zip(reply.ids, reply.token_ids, strict=True):
+        came.setdefault(id, []).append(token_id)
+    for id, token_ids in came.items():
+        known = drafts[id].token_ids if id in drafts else [0]  # its latest token, and guesses
+        if (count := len(token_ids)) > len(known):
+            return f"answered step {reply.step} with {count} tokens of sequence {id}, which could get {len(known)}"
+        if token_ids[:-1] != list(known[1 : len(token_ids)]):
+            return f"answered step {reply.step} with tokens behind a guess of sequence {id} that was wrong"
+    return None
+
+
+def _mistake_in_proposals(reply: StepReply, vocab_size: int, most: int, asked: Collection[int]) -> str | None:
+    """The same of what a speculative model proposes."""
+    ids, counts, token_ids = reply.proposal_ids, reply.proposal_counts, reply.proposal_tokens
+    columns = (len(counts), len(token_ids), len(reply.proposal_logprobs))
+    if columns != (len(ids), sum(counts), sum(counts)):
+        return f"answered step {reply.step} with proposals in columns of different lengths"
+    if len(set(ids)) < len(ids) or not set(ids) <= set(asked):
+        return f"answered step {reply.step} with proposals for sequences that were not asked about, or twice"
+    if max(counts) > most:
+        return f"answered step {reply.step} with {max(counts)} proposals for a sequence, and {most} were asked for"
+    if token_ids and max(token_ids) >= vocab_size:
+        return f"proposed token {max(token_ids)} of a vocabulary of {vocab_size}"
+    if any(map(math.isnan, reply.proposal_logprobs)):
+        return f"answered step {reply.step} with proposals that have no probability"
+    return None
+
+
+def proposals_of(reply: StepReply) -> dict[int, Proposal]:
+    """What is proposed for each sequence."""
+    found: dict[int, Proposal] = {}
+    end = 0
+    for id, count in zip(reply.proposal_ids, reply.proposal_counts, strict=True):
+        start, end = end, end + count
+        found[id] = Proposal(tuple(reply.proposal_tokens[start:end]), tuple(reply.proposal_logprobs[start:end]))
+    return found

@@ -138,6 +138,11 @@ class Metrics:
         self.guessed_tokens.inc(num_guesses)
         self.right_guesses.inc(num_right)
 
+    def proposed(self, num_tokens: int, seconds: float) -> None:
+        """A speculative model has proposed so many tokens in a step, for all its sequences."""
+        self.proposed_tokens.inc(num_tokens)
+        self.propose_duration.observe(seconds)
+
     def recovered(self, seconds: float, limits: Limits) -> None:
         """Lost shards have been replaced, by some with these limits; nothing ran for so long."""
         self.recoveries.inc()
@@ -186,6 +191,7 @@ class Metrics:
         self._registry.register(self.skipped_tokens)
         self.guessed_tokens = self._counter("tgi_request_guessed_tokens", "Tokens guessed ahead and checked in a step")
         self.right_guesses = self._counter("tgi_request_right_guesses", "Guesses that were the next tokens")
+        self.proposed_tokens = self._counter("tgi_request_proposed_tokens", "Tokens that a speculative model proposed")
         self.input_length = self._lengths("tgi_request_input_length", "Prompt tokens", limits.max_input_length)
         self.max_new_tokens = self._lengths("tgi_request_max_new_tokens", "Tokens asked for", limits.max_total_tokens)
         self.generated_tokens = self._lengths(
@@ -235,6 +241,9 @@ class Metrics:
         )
         self.forward_duration = self._durations(
             "tgi_batch_forward_duration", "Forward pass and sampling on rank 0", method=METHODS
+        )
+        self.propose_duration = self._durations(
+            "tgi_batch_propose_duration", "A speculative model's proposals in one step"
         )
         self.delivery_duration = self._durations(
             "tgi_batch_decode_duration", "Detokenisation and delivery", method=METHODS

@@ -25,6 +25,7 @@ Roles, each with `.weight` and where the model has one `.bias`:
     final_norm, project_out, head                           after the layers
     relative_bias                                           bucketed bias on scores, [buckets, heads]
     cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output
+    predictor_in, predictor_embed_norm, predictor_hidden_norm       of a `Predictor`: what makes its layer's input
 """
 
 from __future__ import annotations
@@ -85,6 +86,18 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Predictor:
+    """Where a layer is that predicts the token after the next: as the model's layers, but for what is said here.
+
+    Of its own are the roles predictor_in, predictor_embed_norm, predictor_hidden_norm and final_norm; embed and head,
+    where they are named, are copies of the model's.
+    """
+
+    roles: Mapping[str, str]
+    prefix: str | None = None  # before all its names, where it is layer 0; None: it stands behind the model's last one
+
+
+@dataclass(frozen=True)
 class NameMap:
     """Names in the checkpoint without `.weight` and `.bias`; of several names for a role the first that exists counts.
 
@@ -101,3 +114,4 @@ class NameMap:
         default_factory=dict
     )  # by role, where no expert has tensors of its own
     stacks: Mapping[str, Stack] = field(default_factory=dict)  # of the roles expert_gate_up and expert_down
+    predictor: Predictor | None = None  # None: the family has none, or they are not served

@@ -311,6 +311,7 @@ class LayerSpec:
     kv_heads: KvHeads | None = None  # where they are not the model's
     keys_are_values: bool = False  # values are what the matrix of keys gives, before norm and rotation
     kv_from: int = 0  # how many layers before it keeps the keys and values that it attends to; 0: it has its own
+    num_inputs: int = 1  # vectors of the model's width side by side that queries, keys and values are made of
 
     @property
     def reach(self) -> int:
@@ -373,13 +374,18 @@ class ArchSpec:
     head_scale: float = 1.0  # what the last hidden states are multiplied by before the head
     max_positions: int = 0  # longest sequence; 0: no limit of its own
     encoder: ArchSpec | None = None  # of an encoder-decoder: it shares the embedding, and this is the decoder
-    num_predictors: int = 0  # layers that the checkpoint has behind the last, to predict further tokens: left out
+    num_predictors: int = 0  # layers beside these that predict further tokens, and that the checkpoint may have
     decoder_start: int = 0  # of an encoder-decoder: the token that every generation starts from
 
     @property
     def num_layers(self) -> int:
         """Layers of this stack."""
         return len(self.layers)
+
+    @property
+    def predictor(self) -> LayerSpec:
+        """A layer that predicts further tokens: it is as the last one that attends."""
+        return next(layer for layer in reversed(self.layers) if layer.attends)
 
     @property
     def recurrences(self) -> list[Recurrence]:

@@ -68,6 +68,7 @@ def resolve(
     revision: str | None = None,
     cache_dir: str | None = None,
     with_weights: bool = True,
+    with_tokenizer: bool = True,
     weights_override: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -77,7 +78,8 @@ def resolve(
 ) -> ResolvedModel:
     """Bring the model to this machine if needed, check its files and convert old formats. Raises HubError.
 
-    Without `with_weights` the model's description and tokenizer are enough. convert: makes the new files of old ones;
+    Without `with_weights` the model's description and tokenizer are enough; without `with_tokenizer` it needs none, and
+    `tokenizer_path` has perhaps no tokenizer. convert: makes the new files of old ones;
     user_cache: where these go if the model's own folder cannot be written; pauses: seconds between tries of a transfer.
     """
     local = local_folder(model_id)
@@ -88,7 +90,7 @@ def resolve(
     return ResolvedModel(
         path=folder,
         weights_path=_weights(weights_from, convert, user_cache, report) if with_weights else folder,
-        tokenizer_path=_tokenizer(folder, convert, user_cache, report),
+        tokenizer_path=_tokenizer(folder, convert, user_cache, report) if with_tokenizer else folder,
         sha=None if local else folder.name,
     )
 

@@ -335,6 +335,15 @@ class Weights:
         assert self.names.encoder is not None, "a family whose spec has an encoder names its tensors"
         return replace(self, names=replace(self.names, roles=self.names.encoder))
 
+    def of_predictor(self, num_layers: int) -> Weights:
+        """The weights of the first layer that predicts further tokens, beside so many of the model."""
+        predictor = self.names.predictor
+        assert predictor is not None, "a family whose models have such layers names their tensors"
+        names = replace(self.names, roles={**self.names.roles, **predictor.roles})
+        if predictor.prefix is None:
+            return replace(self, names=names, layer=num_layers)
+        return replace(self, names=names, prefix=predictor.prefix, layer=0)
+
     def has(self, role: str) -> bool:
         """Whether the family's checkpoints have this role."""
         return role in self.names.roles
@@ -531,16 +540,23 @@ class Weights:
         """Patterns of all tensors that stand before or after the decoder's layers, an encoder's among them."""
         return _outside_layers(self.names, self.prefix)
 
-    def refuse_leftovers(self, of_others: tuple[str, ...] = ()) -> None:
+    def names_of_predictors(self, num_layers: int, count: int) -> tuple[str, ...]:
+        """Patterns of all tensors of so many layers that predict further tokens, beside those of the model."""
+        if self.names.predictor is not None and (prefix := self.names.predictor.prefix) is not None:
+            return (rf"(^|\.){re.escape(prefix)}",)
+        return self.names_of_layers(range(num_layers, num_layers + count)) if count else ()
+
+    def refuse_leftovers(self, of_others: tuple[str, ...] = (), among: tuple[str, ...] = ("",)) -> None:
         """Raise CheckpointError that names tensors which neither the model nor the ignore list knows.
 
-        of_others: patterns of tensors that other pipeline stages load.
+        of_others: patterns of tensors that other pipeline stages load; among: of those that are looked at, by default
+        all.
         """
         ignored = self.names.ignore + of_others
         if self.format is not None:
             ignored += self.format.ignored
             ignored += tuple(f"^{re.escape(name)}$" for name in self.checkpoint.zeros(self.format.zeros))
-        left = self.checkpoint.leftovers(ignored)
+        left = [name for name in self.checkpoint.leftovers(ignored) if any(re.search(p, name) for p in among)]
         if head := next(filter(_is_of_quantised_head, left), None):
             own = ", or say `tie_word_embeddings` false in config.json, so that the head is the stored one"
             raise CheckpointError(

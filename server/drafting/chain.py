@@ -8,6 +8,7 @@ Shapes: n sequences, R of them that still get proposals, V tokens of the vocabul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -75,7 +76,8 @@ class Chain:
         while True:
             before, chosen = passes[-1]
             if any(link.has_history for link in before):
-                for link, token in zip(before, chosen.token_ids.tolist(), strict=True):
+                (there,) = self._read([Chosen(chosen.token_ids, chosen.logprobs)])
+                for link, token in zip(before, there.token_ids.tolist(), strict=True):
                     link.proposed.append(token)
             going_on = [place for place, link in enumerate(before) if link.most > len(passes)]
             if not going_on:
@@ -87,17 +89,22 @@ class Chain:
             passes.append((active, next_pass(active, tokens, len(passes))))
         return self._proposals(links, passes)
 
-    def _proposals(self, links: Sequence[Link], passes: Sequence[tuple[Sequence[Link], Chosen]]) -> list[Proposal]:
-        """Read what the passes chose; from a token on that the model does not know, nothing is proposed."""
-        there = [chosen._replace(top_ids=None, top_logprobs=None).downloaded(self._device) for _, chosen in passes]
+    def _read(self, chosen: Sequence[Chosen]) -> list[Chosen]:
+        """The same on the host; waits for the device."""
+        there = [one.downloaded(self._device) for one in chosen]
         if (done := self._device.event()) is not None:
             done.synchronize()
+        return there
+
+    def _proposals(self, links: Sequence[Link], passes: Sequence[tuple[Sequence[Link], Chosen]]) -> list[Proposal]:
+        """Read what the passes chose, up to a token that the model does not know, or that has no probability."""
+        there = self._read([Chosen(chosen.token_ids, chosen.logprobs) for _, chosen in passes])
         found: dict[int, tuple[list[int], list[float]]] = {link.sequence.id: ([], []) for link in links}
         ended: set[int] = set()
         for (of, _), chosen in zip(passes, there, strict=True):
             for link, token, logprob in zip(of, chosen.token_ids.tolist(), chosen.logprobs.tolist(), strict=True):
                 id = link.sequence.id
-                if token >= self._size:
+                if token >= self._size or not math.isfinite(logprob):
                     ended.add(id)
                 if id not in ended:
                     found[id][0].append(token)

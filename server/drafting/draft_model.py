@@ -78,6 +78,10 @@ class DraftModel:
     def open(self, around: Surroundings) -> None:
         self._passes = Passes(self._model, self._logits, around)
 
+    def captures(self) -> Sequence[Callable[[], None]]:
+        graphs = None if self._passes is None else self._passes.graphs
+        return [] if graphs is None else graphs.captures()
+
     def close(self) -> None:
         self._passes = None
 
@@ -151,10 +155,10 @@ class Passes:
         self._chain = Chain(around.chooser, around.device, around.vocabulary.size)
         # Latest tokens of its own, which run ahead of the model's, beside the same blocks.
         self._tables = Tables(torch.zeros_like(around.tables.last_tokens), around.tables.entries, None)
-        self._graphs = None
+        self.graphs = None
         if around.capture is not None:
             decode = Decoding(self._hidden, logits, around.vocabulary)
-            self._graphs = DecodeGraphs(
+            self.graphs = DecodeGraphs(
                 around.capture, decode, around.device, self._tables, most=around.most, has_encoder=False
             )
 
@@ -183,13 +187,13 @@ class Passes:
     def _next(self, links: Sequence[Link], token_ids: Tensor, place: int) -> Chosen:
         """The token at this place of each link's proposals, behind the one before, which the tables know."""
         runs = [TokenRun(link.sequence, link.end + place - 1, 1) for link in links]
-        if self._graphs is None or not self._graphs.takes(len(runs)):
+        if self.graphs is None or not self.graphs.takes(len(runs)):
             spans = [(run.sequence.row, run.start, 1) for run in runs]
             hidden = self._hidden(self._forward(Layout.of(spans, [], len(spans))))
             return self._choose(links, hidden, place, token_ids)
         has_settings = any(link.has_history or link.sequence.choice.is_constrained for link in links)
-        form = Form.HIDDEN if has_settings else self._graphs.form_of(runs)
-        found = self._graphs.run(runs, form)
+        form = Form.HIDDEN if has_settings else self.graphs.form_of(runs)
+        found = self.graphs.run(runs, form)
         if form is Form.HIDDEN:
             return self._choose(links, found[0], place, token_ids)
         return Chosen(found[0].clone(), found[1].clone())

@@ -6,7 +6,7 @@ Left out: downloads, which are the launcher's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,29 +15,33 @@ import torch
 
 from server.arch import families
 from server.arch.spec import ArchSpec, validate
-from server.backends.protocol import Backend
 from server.checkpoint import formats
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
+from server.drafting import eagle, medusa
 from server.drafting.alignment import AlignedLogits
 from server.drafting.draft_model import DraftModel
+from server.drafting.eagle_layouts import is_eagle
+from server.drafting.head import HeadProposer
+from server.drafting.mtp import load_predictor
+from server.drafting.served import Served
 from server.model import load as model_loading
 from server.model.transformer import Transformer
-from server.quantisation.kv import KvFormat
 from server.stepping.proposals import Proposer
 
+# By `model_type`, or by that of `speculators`, which has more.
+UNSERVED = ("eagle", "medusa", "mlp_speculator", "dflash")
 MOST_PROPOSALS = 16  # of what can propose any number
 
 
 @dataclass(frozen=True)
-class Served:
-    """The model that is served, beside which a speculative one is loaded."""
+class Kind:
+    """Something that proposes. fits: whether a folder's config.json is of it."""
 
-    model: Transformer
-    backend: Backend
-    dtype: torch.dtype
-    cache: KvFormat
-    kv_offloaded: str  # which KV blocks are not on the device; empty: all are
+    method: str  # as --speculative-method
+    name: str
+    fits: Callable[[Mapping[str, Any]], bool]
+    load: Callable[[ShardConfig, Path, Mapping[str, Any], Served], Proposer]
 
 
 def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer | None]:
@@ -45,21 +49,55 @@ def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer |
 
     Raises ValueError for a speculative model that does not go with the served one.
     """
-    if config.speculative_model is None or not served.model.stage.is_last:
+    is_given = config.speculative_model is not None or config.speculative_method == "mtp"
+    if not is_given or not served.model.stage.is_last:
         return served.model, None
-    proposer = load(config, config.speculative_model, served)
+    proposer = load(config, served)
     return served.model.tapped(proposer.taps) if proposer.taps else served.model, proposer
 
 
-def load(config: ShardConfig, path: str, served: Served) -> Proposer:
-    """The speculative model in a folder."""
+def load(config: ShardConfig, served: Served) -> Proposer:
+    """The speculative model in a folder, or the layer of the served one."""
+    asked = "--speculative-method is mtp" if config.speculative_model is None else "--speculative-model is given"
     if served.model.spec.encoder is not None or not served.model.kv_shape(served.dtype).num_layers:
         kind = "is an encoder-decoder" if served.model.spec.encoder is not None else "has no attention"
-        raise ValueError(f"--speculative-model is given, but the model {kind}: leave it out")
-    if served.kv_offloaded:
-        raise ValueError("--speculative-model is given, but KV blocks stream: leave out one of both")
-    folder = Path(path)
-    return _draft_model(config, folder, json.loads((folder / "config.json").read_text()), served)
+        raise ValueError(f"{asked}, but the model {kind}: leave it out")
+    if served.model.kv_placement.offloaded:
+        raise ValueError(f"{asked}, but KV blocks stream: leave out one of both")
+    if config.speculative_model is None:
+        predictor = load_predictor(served.weights, served.model, served.backend, served.dtype, served.cache)
+        return HeadProposer(predictor, MOST_PROPOSALS)
+    folder = Path(config.speculative_model)
+    hf_config = json.loads((folder / "config.json").read_text())
+    refuse_unserved(folder, hf_config)
+    found = next(kind for kind in KINDS if kind.fits(hf_config))
+    if config.speculative_method not in ("auto", found.method):
+        raise ValueError(
+            f"--speculative-method is {config.speculative_method}, but --speculative-model is {found.name}: use auto "
+            f"or {found.method}"
+        )
+    return found.load(config, folder, hf_config, served)
+
+
+def refuse_unserved(folder: Path, hf_config: Mapping[str, Any]) -> None:
+    """Raise ValueError for kinds that are known and not served, and for weights in the pickle format."""
+    served = "a draft model, Medusa heads as TGI reads them, or an EAGLE-3 head"
+    kind = hf_config.get("speculators_model_type") or hf_config.get("model_type")
+    if kind in UNSERVED or ("speculators_model_type" in hf_config and kind != "eagle3"):
+        raise ValueError(f"--speculative-model is of the kind {kind!r}, which is not served: use {served}")
+    if not any(folder.glob("*.safetensors")):
+        other = next((f" but {path.name}" for end in ("bin", "pt") for path in sorted(folder.glob(f"*.{end}"))), "")
+        raise ValueError(
+            f"--speculative-model has no *.safetensors{other}: take one in that format, or save its tensors in it"
+        )
+
+
+def _medusa(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> Proposer:
+    return medusa.load(folder, hf_config, served, config.speculate)
+
+
+def _eagle(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> Proposer:
+    return HeadProposer(eagle.load(folder, hf_config, served), MOST_PROPOSALS)
 
 
 def _draft_model(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any], served: Served) -> DraftModel:
@@ -121,3 +159,11 @@ def _tokens(folder: Path) -> dict[str, int] | None:
     known = found["model"].get("vocab", {})
     tokens = {piece: id for id, (piece, _) in enumerate(known)} if isinstance(known, list) else dict(known)
     return tokens | {added["content"]: added["id"] for added in found.get("added_tokens", ())}
+
+
+# The first that fits; what is nothing else is a draft model.
+KINDS = (
+    Kind("medusa", "Medusa heads", lambda config: "medusa_num_heads" in config, _medusa),
+    Kind("eagle3", "an EAGLE-3 head", is_eagle, _eagle),
+    Kind("draft", "a draft model", lambda config: True, _draft_model),
+)

@@ -70,6 +70,7 @@ def refuse_settings(config: ShardConfig) -> None:
         "--kv-on-device": not Share.parse(config.kv_on_device).is_all,
         "--rope-scaling and --rope-factor": bool(config.rope_scaling or config.rope_factor),
         "--speculative-model": config.speculative_model is not None,
+        "--speculative-method mtp": config.speculative_method == "mtp",
     }
     _refuse(wishes, "config.json names no model of Lockstep's own, and transformers serves it")
 

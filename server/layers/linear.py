@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from server.arch.spec import Activation
@@ -20,6 +21,7 @@ from server.backends.reference.linear import StackedLinear
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights
 from server.quantisation.stored import Stored, joined
+from server.ranks.collectives import Shard
 
 # A weight as a backend stores it: of one layer, or of all experts.
 Matrix = LinearFormat | GroupedLinear
@@ -47,6 +49,24 @@ class RowLinear:
     def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
         """base + this rank's part; with_bias where there is one rank, whose part is the whole."""
         return self.weight(x, self.bias if with_bias else None, residual=base)
+
+
+@dataclass(frozen=True)
+class GatheredLinear:
+    """Split by output features, which every rank has whole afterwards: for what is too small to be worth two splits."""
+
+    part: ColumnLinear
+    shard: Shard
+
+    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias), all output features."""
+        own = self.part(x, activation)
+        return own if self.shard.world_size == 1 else torch.cat(self.shard.all_gather(own), dim=1)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank's part."""
+        return self.part.weight.nbytes
 
 
 class Projection(Protocol):
@@ -96,6 +116,13 @@ def load_column(
     ranges = ranges or [weights.shard.range(size[0])]
     weight = weights.linear(role, size, rows=ranges)
     return ColumnLinear(make_linear(weight), weights.bias(role, size[0], ranges=ranges) if bias else None)
+
+
+def load_gathered(
+    weights: Weights, role: str, size: tuple[int, int], make_linear: MakeLinear, *, bias: bool
+) -> GatheredLinear:
+    """The same, to be put together again."""
+    return GatheredLinear(load_column(weights, role, size, make_linear, bias=bias), weights.shard)
 
 
 def load_row(weights: Weights, role: str, size: tuple[int, int], make_linear: MakeLinear, *, bias: bool) -> RowLinear:

@@ -83,9 +83,7 @@ def load(
         cache=cache,
         kv_placement=kv_placement,
     )
-    predictors = range(spec.num_layers, spec.num_layers + spec.num_predictors)
-    left_out = weights.names_of_layers(predictors) if predictors else ()
-    left_out += _of_shared_keys(weights, spec)
+    left_out = weights.names_of_predictors(spec.num_layers, spec.num_predictors) + _of_shared_keys(weights, spec)
     weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers) + left_out)
     placement.finish()
     return model
@@ -142,9 +140,9 @@ class StackLoader:
             project_in=dense(weights.rows("project_in", (hidden, embed_dim))) if embed_dim and begins else None,
             positions=self._positions() if begins else None,
             rotaries={rope: Rotary(rope, weights.device) for rope in ropes},
-            embed_norm=self._norm("embed_norm", hidden) if spec.embed_norm and begins else None,
+            embed_norm=self.norm("embed_norm", hidden) if spec.embed_norm and begins else None,
             layers=(),
-            final_norm=self._norm("final_norm", hidden) if spec.final_norm and ends else None,
+            final_norm=self.norm("final_norm", hidden) if spec.final_norm and ends else None,
             project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim and ends else None,
             per_layer=self._per_layer_embedding() if begins else None,
         )
@@ -176,7 +174,7 @@ class StackLoader:
     def _attending(self, scores: Scores, cache: KvFormat) -> Attention:
         return self.kv_placement.attention(self.backend.attention(scores, cache))
 
-    def _norm(self, role: str, size: int) -> Norm:
+    def norm(self, role: str, size: int) -> Norm:
         """The norm called `role`, over `size` features, replicated on every rank."""
         kind, weight = self.spec.norm, self.weights.vector(role, size)
         if isinstance(kind, LayerNormSpec):
@@ -217,7 +215,7 @@ class StackLoader:
             attention=self._mixer(layer, attention),
             cross=self._cross() if self.spec.encoder else None,
             mlp=None if layer.mlp is None else load_mlp(self.weights, self.spec, layer.mlp, self.backend),
-            norms={role: self._norm(role, self.spec.hidden_size) for role in norms},
+            norms={role: self.norm(role, self.spec.hidden_size) for role in norms},
             shard=self.weights.shard,
             wiring=wiring,
             per_layer=self._per_layer_block(index - self.spec.num_layers),
@@ -230,7 +228,7 @@ class StackLoader:
             return None
         gate = self.backend.linear(self.weights.rows("per_layer_gate", (kind.dim, hidden)))
         out = self.backend.linear(self.weights.rows("per_layer_out", (hidden, kind.dim)))
-        return PerLayerBlock(gate, out, self._norm("per_layer_post_norm", hidden), kind, place)
+        return PerLayerBlock(gate, out, self.norm("per_layer_post_norm", hidden), kind, place)
 
     def _per_layer_embedding(self) -> PerLayerEmbedding | None:
         spec, kind = self.spec, self.spec.per_layer_inputs
@@ -240,7 +238,7 @@ class StackLoader:
         return PerLayerEmbedding(
             load_per_layer_table(self.weights, spec, kind),
             self.backend.linear(projection),
-            self._norm("per_layer_in_norm", kind.dim),
+            self.norm("per_layer_in_norm", kind.dim),
             spec,
         )
 
@@ -266,7 +264,7 @@ class StackLoader:
         return QueryBlock(
             q=load_column(weights, "q", size, make, bias=spec.qkv_bias),
             out=load_row(weights, "attention_out", size[::-1], make, bias=spec.attention_out_bias),
-            q_norm=self._norm("q_norm", dim) if spec.qk_norm else None,
+            q_norm=self.norm("q_norm", dim) if spec.qk_norm else None,
             attention=attention,
             spec=spec,
             layer=layer,
@@ -294,12 +292,12 @@ class StackLoader:
             plain = self._plain_norm(kv.dim)
             return HeadNorm(plain, plain)
         if spec.qk_norm or spec.late_qk_norm:
-            return HeadNorm(self._norm("q_norm", kv.dim), self._norm("k_norm", kv.dim))
+            return HeadNorm(self.norm("q_norm", kv.dim), self.norm("k_norm", kv.dim))
         if not spec.qk_row_norm:
             return None
         widths = {"q_norm": spec.num_heads * kv.dim, "k_norm": kv.count * kv.dim}
         if shard.world_size == 1:
-            return RowNorm(*(self._norm(role, width) for role, width in widths.items()))
+            return RowNorm(*(self.norm(role, width) for role, width in widths.items()))
         assert isinstance(spec.norm, RmsNormSpec), "the ranks add up squares"
         local = (range(*shard.range(spec.num_heads)), local_kv_heads(kv.count, shard))
         parts = [
@@ -345,11 +343,12 @@ class StackLoader:
     def _qkv(self, layer: LayerSpec) -> ColumnLinear:
         """[q | k | v] of this rank's heads, from one tensor or from three; without v where values are keys."""
         spec, weights, kv = self.spec, self.weights, self.spec.kv_heads(layer)
+        inputs = layer.num_inputs * spec.hidden_size
         heads, kv_heads = range(*weights.shard.range(spec.num_heads)), local_kv_heads(kv.count, weights.shard)
         if weights.has("qkv"):
             layout = weights.names.qkv_layout
             ranges = head_ranges(layout, spec.num_heads, kv.count, kv.dim, heads, kv_heads)
-            size = ((spec.num_heads + 2 * kv.count) * kv.dim, spec.hidden_size)
+            size = ((spec.num_heads + 2 * kv.count) * kv.dim, inputs)
             return load_column(weights, "qkv", size, self.backend.linear, bias=spec.qkv_bias, ranges=ranges)
         kv_part = [(kv_heads.start * kv.dim, kv_heads.stop * kv.dim)]
         queries = spec.num_heads * (2 if self._has_gates_in_q else 1)
@@ -358,7 +357,7 @@ class StackLoader:
             parts["v"] = (kv.count, kv_part)
         matrices, biases = [], []
         for role, (count, part) in parts.items():
-            matrices.append(weights.linear(role, (count * kv.dim, spec.hidden_size), rows=part))
+            matrices.append(weights.linear(role, (count * kv.dim, inputs), rows=part))
             if spec.qkv_bias:
                 biases.append(weights.bias(role, count * kv.dim, ranges=part))
         return ColumnLinear(stacked(matrices, self.backend.linear), torch.cat(biases) if biases else None)

@@ -113,7 +113,8 @@ class Quantiser:
             dense.through(self._layer(index), index)
             self.report(Progress(index, self.spec.num_layers))
         perplexity = self._perplexity(dense)
-        self.weights.refuse_leftovers()
+        kept = self.weights.names_of_predictors(self.spec.num_layers, self.spec.num_predictors)
+        self.weights.refuse_leftovers(kept)
         if math.isnan(perplexity):
             raise ValueError(
                 f"the perplexity of the model as it is is {perplexity}, which is not a number: its weights are damaged "

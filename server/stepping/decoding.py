@@ -19,22 +19,24 @@ from server.stepping.vocabulary import Vocabulary
 class Decoding:
     """Of one model. hidden: a pass → [T, D]; logits: [R, D] → this rank's [R, Vl].
 
-    gives_hidden: whether the hidden states stand behind the tokens too.
+    gives_hidden: whether the hidden states stand behind the tokens too. ahead: how many positions behind its own a
+    token is chosen.
     """
 
     hidden: Callable[[Forward], Tensor]
     logits: Callable[[Tensor], Tensor]
     vocabulary: Vocabulary
     gives_hidden: bool = False
+    ahead: int = 1
 
     def __call__(self, forward: Forward, form: Form, settings: Tensor) -> tuple[Tensor, ...]:
         """A step in which every sequence has one token and gets the next. settings: see `settings_of`."""
         hidden = self.hidden(forward)
         if form is Form.HIDDEN:
-            return hidden, forward.meta.positions + 1, forward.token_ids
+            return hidden, forward.meta.positions + self.ahead, forward.token_ids
         behind = (hidden,) if self.gives_hidden else ()
         if form is Form.SAMPLED:
-            return *self._sampled(hidden, settings, forward.meta.positions + 1), *behind
+            return *self._sampled(hidden, settings, forward.meta.positions + self.ahead), *behind
         # What a sampler does for plain tokens, and nothing else: a graph repeats every operator.
         best = self.vocabulary.summarise(self.logits(hidden), 1)
         return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1), *behind

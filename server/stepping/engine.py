@@ -139,6 +139,8 @@ class Engine:
         if self.proposer is not None:
             chooser, most = TokenChooser(self._watermark, self.device, self._vocabulary), sequences or LEAST_SEQUENCES
             self.proposer.open(Surroundings(tables, beside, self.device, chooser, self._vocabulary, capture, most))
+            if self._graphs is not None:
+                self._graphs = replace(self._graphs, beside=self.proposer.captures())
 
     def _divided(self, kv_caches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The model's own, and those of the speculative model."""
@@ -630,8 +632,9 @@ class Graphs:
 
     decodes: DecodeGraphs
     mixed: MixedGraphs | None  # None: those of an encoder-decoder or a pipeline stage are not captured
+    beside: Sequence[Callable[[], None]] = ()  # what captures those of a speculative model
 
     @property
     def kinds(self) -> list[list[Callable[[], None]]]:
         """What captures the graphs that are known beforehand, of each kind the largest first."""
-        return [self.decodes.captures(), self.mixed.captures() if self.mixed else []]
+        return [self.decodes.captures(), self.mixed.captures() if self.mixed else [], list(self.beside)]

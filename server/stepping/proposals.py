@@ -8,7 +8,7 @@ chooses each token (docs/decisions/0031).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -80,6 +80,9 @@ class Proposer(Protocol):
 
     def open(self, around: Surroundings) -> None:
         """Begin over an empty cache. What was opened before is gone."""
+
+    def captures(self) -> Sequence[Callable[[], None]]:
+        """What captures its graphs that are known beforehand, the largest first."""
 
     def close(self) -> None:
         """Let go of the cache."""

@@ -273,10 +273,16 @@ def _take_first_steps(engine: Engine) -> None:
     Raises ValueError for tokens without a probability.
     """
     for do_sample in (False, True):
-        steps = (_prompt(engine, 1, do_sample=do_sample), pb.StepRequest(decode=True))
-        logprobs = [logprob for step in steps for logprob in _step(engine, step).logprobs]
+        most = 0 if engine.proposer is None else engine.proposer.most
+        decode = pb.StepRequest(decode=True, proposals=most, proposed_ids=[0])
+        steps = (_prompt(engine, 1, do_sample=do_sample), decode)
+        taken = [_step(engine, step) for step in steps]
         engine.launch(pb.StepRequest(retire=[0]))
-        if not all(map(math.isfinite, logprobs)):
+        if most and not taken[-1].proposals:
+            raise ValueError(
+                "the speculative model proposes nothing: its logits are NaN or infinite, so its checkpoint is damaged"
+            )
+        if not all(math.isfinite(logprob) for step in taken for logprob in step.logprobs):
             dtype = str(engine.kv_shape.dtype).removeprefix("torch.")
             raise ValueError(
                 f"the model's logits are NaN or infinite: its numbers overflow {dtype}, where --dtype float32 helps, "
@@ -348,13 +354,15 @@ def _captured(engine: Engine, seconds: float) -> str:
     """Which steps were captured, for people, and how long that took."""
     if engine.graphs is None:
         return f"none: {engine.why_not_captured}"
-    decodes, mixed = engine.graphs.kinds
+    decodes, mixed, beside = engine.graphs.kinds
     if not decodes:
         return "each batch size at its first use"
     text = f"{len(decodes)} batch sizes up to {engine.graphs.decodes.largest}"
     if mixed and engine.graphs.mixed:
         sequences, tokens = engine.graphs.mixed.largest
         text += f", and {len(mixed)} of up to {sequences} with up to {tokens} tokens of prompts"
+    if beside:
+        text += f"; {len(beside)} of the speculative model"
     failed = engine.failed_captures
     without = f"; {len(failed)} captures failed, and their steps are computed without: {failed[0]}" if failed else ""
     return f"{text}, in {seconds:.1f} s{without}"

@@ -1,18 +1,27 @@
-"""For tests: put this folder on PYTHONPATH, and shards can meet faults and the router can give memory back.
+"""For tests: put this folder on PYTHONPATH, and servers can meet faults, say what they are told, and guess as told.
 
 LOCKSTEP_TEST_FAULT names a file that says `RANK KIND`. The rank that it names meets the fault in its next step, once:
 whoever does removes the file. KIND is `raise`, or the seconds for which the step sleeps. SIGUSR2 makes the router
-collect its garbage and give free memory back to the system. Python imports this module by its name at every start.
+collect its garbage and give free memory back to the system.
+
+LOCKSTEP_TEST_ANSWERS names a JSON file with prompts and answers, pairs of token ids: shards compute what they always
+do, and then tell these tokens. LOCKSTEP_TEST_GUESSES names a file with the number of guesses that each sequence gets in
+each step, as far as it has any and whatever they cost, or `auto`. Python imports this module by its name at every
+start.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
+import math
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +45,48 @@ def _install(path: Path) -> None:
     engine.launch = with_fault
 
 
+def _tell(path: Path) -> None:
+    """Of a step's tokens, those that count are replaced before anybody compares them with guesses."""
+    engine: Any = sys.modules["server.stepping.engine"]
+    answers = {tuple(prompt): answer for prompt, answer in json.loads(path.read_text())}
+    came = engine._came
+
+    def told(runs: Sequence[Any], token_ids: list[int]) -> Any:
+        rows = iter(range(len(token_ids)))
+        for run in runs:
+            prompt = run.sequence.prompt[: run.sequence.prompt_length]
+            first = run.start + run.length - len(run.guesses) - len(prompt)
+            for place, row in zip(range(first, first + 1 + len(run.guesses)), rows, strict=False):
+                answer = answers.get(tuple(prompt), ())
+                token_ids[row] = answer[place] if place < len(answer) else token_ids[row]
+        return came(runs, token_ids)
+
+    engine._came = told
+
+
+def _guess(path: Path) -> None:
+    """Where a number is told, no guess is too unlikely and none too dear."""
+    from router.drafting import speculation
+
+    allot, room, choose = speculation.allot, speculation.Account.room, speculation.Speculation.choose
+    least, told = speculation.LEAST_PROMISE, [""]
+
+    def chosen(self: Any, *args: Any) -> Any:
+        told[0] = path.read_text()
+        speculation.LEAST_PROMISE = least if told[0] == "auto" else 0.0
+        return choose(self, *args)
+
+    def allotted(chances: Any, *args: Any) -> list[int]:
+        return allot(chances, *args) if told[0] == "auto" else [min(int(told[0]), len(row)) for row in chances]
+
+    def roomy(self: Any, plain_seconds: float) -> float:
+        return room(self, plain_seconds) if told[0] == "auto" else math.inf
+
+    speculation.Speculation.choose = chosen  # type: ignore[method-assign]
+    speculation.allot = allotted
+    speculation.Account.room = roomy  # type: ignore[method-assign]
+
+
 def _give_back(*_: object) -> None:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -43,5 +94,8 @@ def _give_back(*_: object) -> None:
 
 if "router" in sys.orig_argv:
     signal.signal(signal.SIGUSR2, _give_back)
-if "server.fork_server" in sys.orig_argv and "LOCKSTEP_TEST_FAULT" in os.environ:
-    os.register_at_fork(after_in_child=lambda: _install(Path(os.environ["LOCKSTEP_TEST_FAULT"])))
+    if "LOCKSTEP_TEST_GUESSES" in os.environ:
+        _guess(Path(os.environ["LOCKSTEP_TEST_GUESSES"]))
+for name, install in (("LOCKSTEP_TEST_FAULT", _install), ("LOCKSTEP_TEST_ANSWERS", _tell)):
+    if "server.fork_server" in sys.orig_argv and name in os.environ:
+        os.register_at_fork(after_in_child=partial(install, Path(os.environ[name])))

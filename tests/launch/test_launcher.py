@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from launch.errors import Refusal
 from launch.flags import refuse_misspelt, render_settings
 from launch.logs import Log
 from launch.machine import bind
+from launch.models import resolve_speculative_model
 from launch.nodes import Layout
 from launch.router_process import RouterCommand
 from launch.shards import ShardCommands
@@ -58,6 +60,34 @@ def test_shards_know_the_limits_that_their_memory_is_for(tmp_path: Path) -> None
         (s.weights_on_device, s.max_sequences, s.max_batch_total_tokens, s.max_total_tokens, s.max_batch_prefill_tokens)
         for s in shard_configs
     }
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], (None, "auto", 0)),
+        (["--speculate", "6"], (None, "auto", 6)),
+        (["--speculative-method", "mtp"], (None, "mtp", 4)),
+        (["--speculative-model", "x", "--speculative-method", "eagle3"], ("/models/x", "eagle3", 4)),
+        (["--speculative-model", "x", "--speculate", "2"], ("/models/x", "auto", 2)),
+    ],
+)
+def test_shards_are_told_what_proposes_tokens(tmp_path: Path, argv: list[str], told: tuple[Any, ...]) -> None:
+    model = ResolvedModel(tmp_path, tmp_path, tmp_path, "abc")
+    folder = Path("/models/x") if "x" in argv else None
+    ShardCommands(tmp_path, read(argv), "cpu", Layout(2), model, speculative_model=folder).group(1)
+    shard = ShardConfig.load(tmp_path / "group-1" / "shard-0.json")
+    assert told == (shard.speculative_model, shard.speculative_method, shard.speculate)
+
+
+def test_a_speculative_model_may_have_a_revision_and_needs_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    log, nothing = Log(Output(2), False), {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    assert None is resolve_speculative_model(read([]), nothing, log)
+    assert tmp_path == resolve_speculative_model(read(["--speculative-model", str(tmp_path)]), nothing, log)
+    with pytest.raises(Refusal, match="some/heads is no folder here"):
+        resolve_speculative_model(read(["--speculative-model", "some/heads@v1"]), nothing, log)
 
 
 def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> None:

@@ -18,6 +18,16 @@ from router.config import RouterConfig
 from server.config import QUANTIZE_REFUSED, ShardConfig
 from tests.running import ROOT
 
+METHODS = "auto, ngram, suffix, draft, medusa, eagle3, mtp"
+NO_MODEL = (
+    "speculative_method is eagle3 but there is no speculative_model: name the model that proposes tokens, or leave "
+    "speculative_method out"
+)
+TWO_SOURCES = (
+    "speculative_model is m but speculative_method is mtp, whose guesses come from layers of the served model: leave "
+    "one of them out"
+)
+NOT_USED = "speculate is 0, so nothing could use speculative_model: raise it, or leave one of them out"
 SHARES = "give a share such as 40%, or a size such as 6GB, 500MB or 5.5GiB"
 LARGEST = "the largest allowed value is 2147483647"
 
@@ -137,7 +147,10 @@ def test_setting_and_alias_together_are_refused() -> None:
             for name, remedy in QUANTIZE_REFUSED.items()
         ),
         (["--quantize-head", "int4"], {}, "--quantize-head is int4: give one of int8, none"),
-        (["--speculative-method", "foo"], {}, "--speculative-method is foo: give one of auto, ngram, suffix"),
+        (["--speculative-method", "foo"], {}, f"--speculative-method is foo: give one of {METHODS}"),
+        (["--speculative-method", "eagle3"], {}, NO_MODEL),
+        (["--speculative-method", "mtp", "--speculative-model", "m"], {}, TWO_SOURCES),
+        (["--speculate", "0", "--speculative-model", "m"], {}, NOT_USED),
         (["--speculate", "17"], {}, "--speculate is 17: the largest allowed value is 16"),
         ([], {"SPECULATE": "x"}, "--speculate is x: give a whole number (from environment SPECULATE)"),
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of auto, 1, 2, 4, 8"),

@@ -98,6 +98,7 @@ class FakeShardedClient:
     window_blocks: int = 0  # with these, one with rings: how many blocks of tokens of it the next token sees
     most_at_once: int = 0  # tokens of a sequence in a step, which its ring has room for
     step_delay_s: float = 0.0
+    row_delay_s: float = 0.0  # for each token that a step computes
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     next_token: Callable[[Sequence[int], int, int], int] = fake_next_token
@@ -108,6 +109,8 @@ class FakeShardedClient:
     renewals: int = 0  # how often other shards take the place of those that died
     renewed_tokens: int | None = None  # of the KV cache of those; None: the same
     lends_blocks: bool = False  # whether tables name blocks that others have until they are written to
+    propose: Callable[[Sequence[int], int, int], tuple[Sequence[int], Sequence[float]]] | None = None
+    propose_delay_s: float = 0.0  # for each token that is proposed, and once more
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -195,8 +198,13 @@ class FakeShardedClient:
         self._num_steps += 1
         self._total_steps += 1
         _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
-        self._busy_until = max(self.clock(), self._busy_until) + self.step_delay_s
-        self._replies.append((self._busy_until, self._run(request), request.lane))
+        proposing = (1 + request.proposals) * self.propose_delay_s if request.proposals else 0.0
+        began_at = max(self.clock(), self._busy_until)
+        reply = self._run(request)
+        rows = sum(request.chunk_tokens) + sum(len(draft.token_ids) for draft in request.drafts)
+        rows += len({*reply.ids} - {*request.chunk_ids} - {draft.id for draft in request.drafts})
+        self._busy_until = began_at + self.step_delay_s + rows * self.row_delay_s + proposing
+        self._replies.append((self._busy_until, reply, request.lane))
         of_lane = sum(lane == request.lane for _, _, lane in self._replies)
         _require(of_lane <= 2, f"more than two requests of lane {request.lane} under way")
         _require(len(self._replies) <= self.num_lanes + 1, "more requests under way than lanes and one")
@@ -278,7 +286,29 @@ class FakeShardedClient:
         _require({id for id, _ in masks} <= {*reply.ids, *self._gone}, "a mask for a sequence that gets no token")
         for id, blocks in self._blocks_of_states(request.kept_ids, request.kept_blocks):
             self._keep(id, blocks)
+        self._propose(request, reply)
         return reply
+
+    def _propose(self, request: StepRequest, reply: StepReply) -> None:
+        """What `propose` says of tokens, seed and number, as far as a sequence has blocks."""
+        _require(bool(request.proposals) == bool(request.proposed_ids), "so many proposals for none, or none for some")
+        _require(len(set(request.proposed_ids)) == len(request.proposed_ids), "proposals for a sequence twice")
+        if not request.proposals:
+            return
+        _require(self.propose is not None, "there is nothing to propose with")
+        assert self.propose is not None
+        _require({*request.proposed_ids} <= {*reply.ids, *self._gone}, "proposals behind no token")
+        for id in request.proposed_ids:
+            if (sequence := self._sequences.get(id)) is None:
+                continue
+            room = sequence.reach - len(sequence.token_ids)
+            token_ids, logprobs = self.propose(sequence.token_ids, sequence.seed, request.proposals)
+            count = max(0, min(room, len(token_ids)))
+            reply.proposal_ids.append(id)
+            reply.proposal_counts.append(count)
+            reply.proposal_tokens.extend(token_ids[:count])
+            reply.proposal_logprobs.extend(logprobs[:count])
+        reply.propose_ns = int((1 + request.proposals) * self.propose_delay_s * 1e9)
 
     def _blocks_of_states(self, ids: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, list[int]]]:
         each = self.checkpoint_blocks

@@ -29,6 +29,7 @@ from server.checkpoint.formats import Quantisation
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
 from server.drafting import load as drafting
+from server.drafting.served import Served
 from server.layers.embedding import with_own_head
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
@@ -39,6 +40,7 @@ from server.ranks.collectives import Shard
 from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine, Model, StepResult
 from server.stepping.pipeline import StageConnections, StageNeighbours
+from server.stepping.proposals import Proposal
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 
@@ -130,7 +132,7 @@ def load_engine(
     proposer = None
     if speculative is not None:
         config = ShardConfig(**_places(folder, shard), quantize_head=quantise_head, **speculative)
-        served = drafting.Served(model, backend, dtype, KV_FORMATS[kv_cache], model.kv_placement.offloaded)
+        served = Served(model, weights, backend, dtype, KV_FORMATS[kv_cache])
         model, proposer = drafting.beside(config, served)
     watermark = Watermark(gamma=0.5, delta=2.0)
     engine = Engine(model, shard, backend, dtype, watermark, why_not, neighbours=neighbours, proposer=proposer)
@@ -303,6 +305,52 @@ class Asking(Drafter):
 
     def guesses(self, id: int, so_far: int, count: int) -> list[int]:
         return self.proposed.pop(id, [])[:count]
+
+
+@dataclass
+class Noting(Drafter):
+    """Gives drafts as a drafter does, and notes what is proposed behind which tokens.
+
+    asked: how likely a step is asked for proposals.
+    """
+
+    asked: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.known: dict[int, list[int]] = {id: [] for id in range(len(self.answers))}
+        self.noted: list[tuple[int, list[int], Proposal]] = []
+
+    def ask(self, request: pb.StepRequest) -> None:
+        if self._random.random() < self.asked:
+            request.proposals = self._random.randint(1, self.most)
+            request.proposed_ids.extend(self.known)
+
+    def read(self, result: StepResult) -> None:
+        for id, token in zip(result.ids, result.token_ids, strict=True):
+            self.known[id].append(token)
+        self.noted += [(proposal.id, [*self.known[proposal.id]], proposal) for proposal in result.proposals]
+
+
+@dataclass
+class PartlyRight(Asking):
+    """Notes all that was proposed, and behind how many tokens of an answer.
+
+    Guesses are proposals or of the right tokens some, so that drafts are right in part.
+    """
+
+    right: float = 0.5
+    noted: list[tuple[int, Proposal]] = field(default_factory=list)
+    got: Counter[int] = field(default_factory=Counter)
+
+    def read(self, result: StepResult) -> None:
+        super().read(result)
+        self.got.update(result.ids)
+        self.noted += [(self.got[proposal.id], proposal) for proposal in result.proposals]
+
+    def guesses(self, id: int, so_far: int, count: int) -> list[int]:
+        right = [self._guess(token) for token in self.answers[id][so_far : so_far + count]]
+        return right if self._random.random() < 0.5 else super().guesses(id, so_far, count)
 
 
 def _as_far_as_allowed(rule: Rule, tokens: Sequence[int], guesses: Sequence[int]) -> Iterator[int]:

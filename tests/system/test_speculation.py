@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.running import Server
+from tests.running import ROOT, Server
+from tests.system import guesses
 from tests.system.test_kv_demand import FLAGS, LONGEST, ROOM, Asked, bare, requests_of
 
 TEXT = "The little fox walked along the river and found a ball. " * 4
@@ -46,6 +47,24 @@ async def answers(server: Server, requests: Sequence[Asked], at_once: int, num_k
         return await asyncio.gather(*asking)
 
 
+def test_answers_are_those_without_a_draft_model() -> None:
+    """Which is the served model itself, so that it is always right; some requests want none of it."""
+    requests = [*requests_of(5, 5), *repeating()[:6]]
+    generate = {"inputs": TEXT[:90], "parameters": {**LOOP, "do_sample": True, "seed": 7}}
+    requests += [("/generate", generate), ("/generate", {**generate, "parameters": LOOP | {"speculate": 0}})]
+    with Server(*FLAGS, str(LONGEST)) as server:
+        expected = asyncio.run(answers(server, requests, 99, 0))
+    model = str(ROOT / "server/demo")
+    with Server(*FLAGS, str(LONGEST), "--speculative-model", model, "--speculative-method", "draft") as server:
+        assert 4 == httpx2.get(f"{server.url}/info").json()["speculate"]
+        got = asyncio.run(answers(server, requests, 4, 0))
+        metrics = server.metrics()
+    assert not [answer for answer in expected if "error" in answer]
+    assert expected == got
+    guessed, right = metrics["tgi_request_guessed_tokens"], metrics["tgi_request_right_guesses"]
+    assert metrics["tgi_request_proposed_tokens"] >= guessed >= right > 0.5 * guessed
+
+
 @pytest.mark.parametrize(
     ("flags", "tokens", "num_kills"),
     [
@@ -71,3 +90,25 @@ def test_answers_are_those_without_guesses(flags: tuple[str, ...], tokens: int, 
     guessed, right = metrics["tgi_request_guessed_tokens"], metrics["tgi_request_right_guesses"]
     assert guessed >= right > 50
     assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"]) and not metrics["tgi_queue_size"]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("method", "troubles", "flags"),
+    [
+        ("suffix", ("kill", "stop", "leave"), ("--num-shard", "2", "--max-batch-total-tokens", "16384")),
+        ("ngram", ("router", "kill"), ("--pipeline-parallel", "2", "--max-batch-total-tokens", "16384")),
+        ("suffix", ("leave",), ("--max-batch-total-tokens", str(guesses.LONGEST))),
+    ],
+    ids=["two shards", "two stages", "a small cache"],
+)
+def test_whatever_is_asked_and_happens(method: str, troubles: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    """As `python -m tests.system.guesses` does at length."""
+    requests = guesses.requests_of(96, 3)
+    expected, _ = guesses.served(requests, "--dtype", "float32", *flags)
+    speculating = ("--speculate", "8", "--speculative-method", method)
+    got, metrics = guesses.served(requests, "--dtype", "float32", *flags, *speculating, troubles=troubles)
+    told = guesses.compare(expected, got, metrics)
+    assert not [answer for answer in expected if "error" in answer]
+    assert (0, 0) == (told["others"], told["left"]), told
+    assert told["guessed"] > 0 and ("kill" not in troubles or told["recoveries"] or told["asked again"])

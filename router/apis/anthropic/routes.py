@@ -81,6 +81,7 @@ class MessagesRequest(CountRequest):
     top_p: float | None = None
     top_k: Integer | None = Field(default=None, description="Keep the k likeliest tokens; 0: all.")
     metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")
+    speculate: Integer | None = Field(default=None, description="Not Anthropic's, as on TGI's routes.")
 
 
 # What messages may consist of, for each role.
@@ -110,6 +111,7 @@ def parameters_of(body: MessagesRequest) -> GenerateParameters:
         **drawn(body.temperature, top_p=body.top_p, top_k=body.top_k or None),
         stop=body.stop_sequences,
         max_new_tokens=body.max_tokens,
+        speculate=body.speculate,
         grammar=grammar_of_flat_format("output_config.format", wanted, ("json_schema",)),
     )
 

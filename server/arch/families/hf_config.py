@@ -110,11 +110,14 @@ FIELDS: dict[str, Kind] = {
         (
             COUNT,
             "decoder_start_token_id first_k_dense_replace hidden_size_per_layer_input max_window_layers "
-            "moe_layer_start_index moe_num_shared_experts n_shared_experts num_dense_layers num_experts_per_tok "
-            "num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers num_nextn_predict_layers num_shared_experts "
-            "shared_intermediate_size sliding_window",
+            "moe_layer_start_index moe_num_shared_experts mtp_num_hidden_layers n_shared_experts num_dense_layers "
+            "num_experts_per_tok num_kv_shared_layers num_ln_in_parallel_attn num_mtp_layers "
+            "num_nextn_predict_layers num_shared_experts shared_intermediate_size sliding_window",
         ),
-        (LAYERS, "n_layer n_layers num_decoder_layers num_hidden_layers num_layers"),
+        (
+            LAYERS,
+            "medusa_num_heads medusa_num_layers n_layer n_layers num_decoder_layers num_hidden_layers num_layers",
+        ),
         (
             NUMBER,
             "alibi_bias_max attention_factor attn_scale clip_qkv llama_4_scaling_beta mscale mscale_all_dim "

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from server.arch.families import llama
 from server.arch.families.hf_config import Config, layer_types, mixed, mixture, partial_rope, windowed
-from server.arch.names import FUSED_EXPERTS
+from server.arch.names import FUSED_EXPERTS, Predictor
 from server.arch.recurrences import GatedDelta
 from server.arch.spec import ArchSpec, Moe, RmsNormSpec
 
@@ -51,6 +51,16 @@ NAMES_OF_SHARED = replace(
         "shared_up": "layers.{i}.mlp.shared_experts.up_proj",
         "shared_down": "layers.{i}.mlp.shared_experts.down_proj",
     },
+    predictor=Predictor(
+        {
+            "embed": "layers.{i}.embed_tokens",
+            "predictor_embed_norm": "layers.{i}.enorm",
+            "predictor_hidden_norm": "layers.{i}.hnorm",
+            "predictor_in": "layers.{i}.eh_proj",
+            "final_norm": "layers.{i}.shared_head.norm",
+            "head": "layers.{i}.shared_head.head",
+        }
+    ),
 )
 NAMES_OF_3_5 = replace(
     NAMES_OF_3,
@@ -66,7 +76,14 @@ NAMES_OF_3_5 = replace(
         "delta_norm": "layers.{i}.linear_attn.norm",
         "delta_out": "layers.{i}.linear_attn.out_proj",
     },
-    ignore=(*NAMES.ignore, r"(^|\.)mtp\."),  # a layer that drafts the token after the next
+    predictor=Predictor(
+        {
+            "predictor_embed_norm": "pre_fc_norm_embedding",
+            "predictor_hidden_norm": "pre_fc_norm_hidden",
+            "predictor_in": "fc",
+        },
+        prefix="mtp.",
+    ),
 )
 NAMES_OF_NEXT = replace(
     NAMES_OF_3_5,
@@ -131,7 +148,8 @@ def spec_of_next(config: Config) -> ArchSpec:
         for layer, kind in zip(base.layers, types, strict=True)
     )
     norm = RmsNormSpec(config["rms_norm_eps"], unit_offset=True)
-    base = replace(base, layers=layers, norm=norm, qk_norm=True, attention_gate=True)
+    predictors = config.get("mtp_num_hidden_layers", 1)
+    base = replace(base, layers=layers, norm=norm, qk_norm=True, attention_gate=True, num_predictors=predictors)
     return _mixed(base, config, _sharing(config)) if config.get("num_experts") else base
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from router.batching.batcher import Batcher
 from router.drafting.drafter import Guess
 from router.drafting.speculation import Candidate, Drafting, Speculation
 from router.scheduling.request import ValidRequest
+from router.telemetry.metrics import Metrics
 from tests.router.batching.test_batcher import is_clean
 from tests.router.batching.test_kv_demand import expects_little
 from tests.router.doubles import (
     FakeMatching,
+    byte_tokenizer,
     constrained,
     fake_shards,
     make_limits,
@@ -27,6 +30,7 @@ from tests.router.doubles import (
     tokens_alone,
     with_states,
 )
+from tests.router.scheduling.test_fairness import in_virtual_time
 
 MIX = [request_of(5, 40, 3), request_of(9, 30, 1), request_of(20, 33), request_of(3, 40), request_of(40, 64, 9)]
 REQUESTS = [*MIX, *(constrained(request) for request in MIX[:2]), *MIX]
@@ -70,7 +74,7 @@ class Random(Speculation):
     def begin(self, token_ids: Sequence[int], *args: Any) -> Drafting:
         return Drafting(Oracle(self._requests[id(token_ids)], self._chance), 6)
 
-    def choose(self, candidates: Sequence[Candidate], others: int) -> list[tuple[int, ...]]:
+    def choose(self, candidates: Sequence[Candidate], *args: Any) -> list[tuple[int, ...]]:
         found = []
         for drafting, most, is_under_way in candidates:
             num = self._chance.randint(0, max(0, most)) if self._chance.random() < 0.7 else 0
@@ -109,22 +113,27 @@ async def test_everyone_gets_the_tokens_that_they_get_alone(
     assert is_clean(at_work)
 
 
-async def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
+def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
     """As `--speculate` does it, once guesses have turned out right."""
 
     def again(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
         return token_ids[-7]
 
-    steps = {}
-    for speculate in (0, 6):
-        limits = make_limits(speculate=speculate)
-        async with running(fake_shards(limits, next_token=again, step_delay_s=0.005), speculate=speculate) as at_work:
-            entry = at_work.batcher.submit(
-                request_of(40, 60)
-            )  # a long prompt: its tokens say what guesses cost at most
-            assert tokens_alone(entry.request, next_token=again) == await token_ids_of(entry)
-        steps[speculate] = len(at_work.traces)
-        assert is_clean(at_work)
+    steps: dict[int, int] = {}
+
+    async def story(clock: Callable[[], float]) -> None:
+        for speculate in (0, 6):
+            limits = make_limits(speculate=speculate)
+            shards = fake_shards(limits, next_token=again, step_delay_s=0.005, clock=clock)
+            batcher = Batcher(shards, byte_tokenizer(), limits, Metrics(limits), clock=clock)
+            batching = asyncio.ensure_future(batcher.run())
+            request = request_of(40, 60)  # a long prompt: its tokens say what guesses cost at most
+            assert tokens_alone(request, next_token=again) == await token_ids_of(batcher.submit(request))
+            await batcher.drain(5)
+            await batching
+            steps[speculate] = len(shards.requests)
+
+    in_virtual_time(story)
     assert steps[6] < steps[0] * 3 / 4
 
 
@@ -164,7 +173,7 @@ class Timed(Random):
     def begin(self, token_ids: Sequence[int], *args: Any) -> Drafting:
         return Drafting(self._drafter, 6)
 
-    def stepped(self, plain: Any, verified: Any, others: int, seconds: float | None, held: Any = ()) -> None:
+    def stepped(self, plain: Any, verified: Any, others: int, seconds: float | None, *args: Any) -> None:
         self.times += [seconds] * any(one.num_guesses for one in verified)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from random import Random
 
-from router.drafting.drafter import NOTHING, SuffixDrafter
+from router.drafting.drafter import NOTHING, Guess, SuffixDrafter
 from router.drafting.earlier_answers import LARGEST_SHARE, MOST_TOKENS, SHORTEST, EarlierAnswers, most_frequent
 
 OURS = ("key", "salt")
@@ -48,7 +48,7 @@ def test_the_most_frequent_continuation_is_guessed() -> None:
     for last in (1, 2, 1, 3, 1, 2):
         answered(answers, OURS, [], [5, 6, 7, last, last])
     guess = SuffixDrafter([6, 7], answers, OURS).guess(9)
-    assert ((1, 1), 2, 0.5) == guess
+    assert Guess((1, 1), 2, 0.5) == guess
     assert ((4, 4), 0.5) == most_frequent(array("i", [4, 4, 9, 8, -1]), [0, 2], 2)
 
 

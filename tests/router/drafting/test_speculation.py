@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from router.drafting.acceptance import Acceptance
+from router.drafting.accounts import MOST_DEBT
 from router.drafting.drafter import Drafter, Guess, NgramDrafter
-from router.drafting.speculation import Candidate, Drafting, Speculation, Verified, allot
+from router.drafting.speculation import Candidate, Drafting, Known, Speculation, Verified, allot
 from router.drafting.step_costs import CREDIT, FEW, FRESH, StepCosts
 from tests.running import ROOT
 
@@ -128,11 +129,14 @@ def seconds_for(texts: list[list[int]], drafters: list[Drafter], cost: Cost, del
     """What the texts take together, two steps under way where they decode plainly, one where they are drafted."""
     speculation, batch = Speculation(MOST), range(len(texts))
     speculation.costs.note_prompts(100, 100 * (cost(2) - cost(1)))
-    drafts = [Drafting(drafter, MOST) for drafter in drafters]
+    known = Known()
+    drafts = [Drafting(drafter, MOST, known) for drafter in drafters]
     done, state, total = [0] * len(texts), ["plain"] * len(texts), 0.0
     while live := [one for one in batch if done[one] < len(texts[one])]:
         ready, plain, held = ([o for o in live if state[o] == name] for name in ("ready", "plain", "held"))
-        guesses = speculation.choose([Candidate(drafts[o], len(texts[o]) - done[o] - 1) for o in ready], len(plain))
+        guesses = speculation.choose(
+            [Candidate(drafts[o], len(texts[o]) - done[o] - 1) for o in ready], [drafts[o] for o in plain]
+        )
         came = {one: texts[one][done[one] : done[one] + 1] for one in plain}
         verified = []
         for one, guess in zip(ready, guesses, strict=True):
@@ -151,8 +155,12 @@ def seconds_for(texts: list[list[int]], drafters: list[Drafter], cost: Cost, del
         for one, ids in came.items():
             drafts[one].came(ids)
             done[one] += len(ids)
+        if any(guesses):  # nothing is planned behind such a step
+            for one in plain:
+                state[one] = "ready"
+            continue
         waiting = [Candidate(drafts[o], len(texts[o]) - done[o] - 2, True) for o in plain]
-        for one, guess in zip(plain, speculation.choose(waiting, len(ready)), strict=True):
+        for one, guess in zip(plain, speculation.choose(waiting, [drafts[o] for o in ready]), strict=True):
             state[one] = "held" if guess else "plain"
     return total
 
@@ -183,7 +191,7 @@ def test_drafts_beside_prompts_are_paid_for_by_what_is_known() -> None:
     before = speculation.costs.plain(1)
     speculation.stepped([], [Verified(drafting, 4, 1)], 0, None)
     assert before == speculation.costs.plain(1)
-    assert 1 * 0.01 - 4 * 0.002 == pytest.approx(drafting.account.balance)
+    assert 1 * 0.01 - 4 * 0.002 == pytest.approx(drafting.account.room(0.0) - 2 * 0.01 * MOST_DEBT)
 
 
 def test_no_step_with_drafts_takes_longer_than_it_may() -> None:
@@ -191,8 +199,8 @@ def test_no_step_with_drafts_takes_longer_than_it_may() -> None:
         speculation = Speculation(MOST, most_seconds=most_seconds)
         speculation.costs = learnt({1: cpu(1)}, {}, row_seconds=0.0018)
         drafting = speculation.begin([1, 2, 3] * 20)
-        assert [most] == [len(ids) for ids in speculation.choose([Candidate(drafting, 100)], 0)]
-        assert [()] == speculation.choose([Candidate(drafting, 0)], 0)
+        assert [most] == [len(ids) for ids in speculation.choose([Candidate(drafting, 100)], [])]
+        assert [()] == speculation.choose([Candidate(drafting, 0)], [])
 
 
 def test_a_request_may_want_fewer_guesses_and_a_key_its_answers_alone() -> None:
@@ -205,7 +213,7 @@ def test_a_request_may_want_fewer_guesses_and_a_key_its_answers_alone() -> None:
     for owner, salt, most in (("key", "salt", None), ("key", "salt", 2), ("key", "salt", 0), ("key", "", 8)):
         later = speculation.begin([1, 2, 3], owner, salt, most)
         later.came([*range(10, 42)])
-        lengths += [len(ids) for ids in speculation.choose([Candidate(later, 100)], 0)]
+        lengths += [len(ids) for ids in speculation.choose([Candidate(later, 100)], [])]
     assert [8, 2, 0, 0] == lengths
 
 

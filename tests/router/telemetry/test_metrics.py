@@ -37,7 +37,7 @@ LEFT_OUT = {"tgi_batch_concat_duration", "tgi_batch_filter_duration"}
 OURS = {
     "counter": """
         request_prefix_hit_tokens request_preempted request_timeout request_surplus_tokens batch_prefill_tokens
-        request_guessed_tokens request_right_guesses
+        request_guessed_tokens request_right_guesses request_proposed_tokens
         kv_preempted kv_waits kv_recomputed_tokens kv_asked_blocks kv_given_blocks request_expected_tokens
         request_expectation_error_tokens request_outgrown shards_recovery_count shards_recovery_seconds
         key_request_count key_tokens key_refused
@@ -47,7 +47,7 @@ OURS = {
         batch_peak_reserved_tokens batch_peak_prefill_tokens key_current_requests
     """,
     "histogram": """
-        request_time_to_first_token_duration request_inter_token_duration
+        request_time_to_first_token_duration request_inter_token_duration batch_propose_duration
     """,
 }
 
@@ -109,7 +109,7 @@ def test_buckets_are_tgis() -> None:
         bounds = {float(sample.labels["le"]) for sample in family.samples if sample.name.endswith("_bucket")}
         buckets[family.name] = sorted(bounds)[:-1]
     durations = {name: bounds for name, bounds in buckets.items() if name.endswith("_duration")}
-    assert 10 == len(durations) and all(list(DURATION_BUCKETS) == bounds for bounds in durations.values())
+    assert 11 == len(durations) and all(list(DURATION_BUCKETS) == bounds for bounds in durations.values())
     assert [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] == buckets["tgi_batch_next_size"]
     for name, longest in {"input_length": 64, "max_new_tokens": 128, "generated_tokens": 128}.items():
         bounds = buckets[f"tgi_request_{name}"]

@@ -33,7 +33,7 @@ from tests.server.backends.stand_in import (
 )
 from tests.server.checkpoints import Checkpoints
 from tests.server.conftest import DEMO
-from tests.server.driver import GREEDY, Drafter, Prompt, generate, load_engine, sampled
+from tests.server.driver import GREEDY, Asking, Drafter, Prompt, generate, load_engine, sampled
 from tests.server.ranks import tensor_parallel
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -240,6 +240,19 @@ def test_no_step_waits(checkpoints: Checkpoints, case: str, prompts: Sequence[Pr
         generate(engine, again(prompts))
 
 
+def test_no_step_waits_but_for_what_is_proposed(checkpoints: Checkpoints) -> None:
+    """A draft model's passes wait for nothing either; what they chose is read, as a step's tokens are."""
+    settings = {"speculative_model": str(DEMO)}
+    engine = load_engine(DEMO, backend=StandInBackend(), tokens=8192, warms_up=False, speculative=settings)
+    engine.allocate(8192, total_tokens=512, sequences=len(CROWD))
+    assert isinstance(engine.device, StandInDevice)
+    for prompts in (PLAIN, EVERYTHING):
+        drafter = Asking([p.tokens for p in generate(engine, again(prompts))])
+        with engine.device.forbidding():
+            generate(engine, again(prompts), drafter)
+        assert drafter.accepted > 3
+
+
 def decoding(backend: Backend, folder: Path, sampling: pb.SamplingParameters) -> Engine:
     """An engine with `BATCH` sequences whose prompts and first two tokens are computed."""
     engine = load_engine(folder, backend=backend, tokens=32 * BATCH, warms_up=False)
@@ -279,6 +292,21 @@ def test_a_step_launches_little_beside_its_graph(driver: Driver, sampling: pb.Sa
     step.finish()
     print(f"\n{driver.launches.total()} launches for a step of {BATCH}: {dict(driver.launches)}")
     assert driver.launches.total() <= most
+
+
+def test_a_step_with_guesses_is_one_graph_and_waits_for_nothing(driver: Driver) -> None:
+    engine = decoding(StandInBackend(), DEMO, GREEDY)
+    device, num_guesses = engine.device, 4
+    assert isinstance(device, StandInDevice)
+    drafts = [pb.Extension(id=id, position=5, token_ids=[9] * (1 + num_guesses), came=[]) for id in range(BATCH)]
+    for part in (drafts[:8], drafts[8:16]):  # captures the step, and replays it
+        driver.launches.clear()
+        with device.forbidding():
+            step = engine.launch(pb.StepRequest(drafts=part))
+        assert step is not None
+        assert len(part) <= len(step.finish().token_ids)
+    print(f"\n{driver.launches.total()} launches for {len(part)} drafts of {num_guesses}: {dict(driver.launches)}")
+    assert 1 == driver.launches["replay"] and driver.launches.total() <= 20
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["plain", "sampled"])

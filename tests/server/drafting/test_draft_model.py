@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from server.backends.cpu import Kernels
+from server.drafting.alignment import AlignedLogits
+from server.drafting.load import refuse_other_vocabulary
+from server.ranks.collectives import Shard
+from server.stepping.engine import Engine
 from tests.server.checkpoints import Checkpoints
 from tests.server.conftest import DEMO
-from tests.server.driver import Asking, Prompt, generate, load_engine
-from tests.server.stepping.test_drafts import SIZES, prompts, results
+from tests.server.driver import Asking, Prompt, Repeating, generate, load_engine
+from tests.server.model.test_pipeline import pipeline
+from tests.server.ranks import tensor_parallel
+from tests.server.ranks.test_tensor_parallel import run_ranks
+from tests.server.stepping.test_drafts import SIZES, long_prompts, prompts, results
 
 DRAFT: dict[str, Any] = {"speculate": 5, "speculative_method": "draft"}
 
@@ -25,14 +37,18 @@ def free_prompts() -> list[Prompt]:
     return [p for p in prompts() if p.rule is None]
 
 
+def check_same(engine: Engine, asked: float = 0.7) -> None:
+    """What an engine whose draft model is the served one proposes is always right."""
+    expected = generate(engine, free_prompts())
+    drafter = Asking([p.tokens for p in expected], asked=asked)
+    assert results(expected) == results(generate(engine, free_prompts(), drafter))
+    assert drafter.accepted > 10 and drafter.refused == 0
+
+
 @pytest.mark.parametrize("case", ["embedded", "llama", "bloom", "gemma2", "mistral", "opt"])
 def test_the_same_model_proposes_what_comes(checkpoints: Checkpoints, kernels: Kernels, case: str) -> None:
     folder = DEMO if case == "embedded" else checkpoints(case)[0]
-    engine = load_engine(folder, kernels=kernels, speculative=beside(folder), **SIZES)
-    expected = generate(engine, free_prompts())
-    drafter = Asking([p.tokens for p in expected])
-    assert results(expected) == results(generate(engine, free_prompts(), drafter))
-    assert drafter.accepted > 50 and drafter.refused == 0
+    check_same(load_engine(folder, kernels=kernels, speculative=beside(folder), **SIZES))
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
@@ -44,3 +60,146 @@ def test_another_model_changes_nothing(checkpoints: Checkpoints, kernels: Kernel
     drafter = Asking([p.tokens for p in expected])
     assert results(expected) == results(generate(engine, prompts(), drafter))
     assert drafter.refused > 10
+
+
+def test_captured_passes(kernels: Kernels) -> None:
+    engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
+    capture = Repeating()
+    engine.backend.graph_capture = lambda sizes: capture  # type: ignore[method-assign]
+    engine.allocate(SIZES["tokens"], SIZES["total_tokens"], sequences=8)
+    assert engine.graphs is not None
+    *_, passes = engine.graphs.kinds
+    for prepare in passes:
+        prepare()
+    assert capture.captured == 3 * len(capture.sizes)
+    check_same(engine)
+    assert capture.replayed.keys() & set(range(capture.captured))
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache": "int8"}, {"dtype": torch.bfloat16}, {"quantise": "int8"}], ids=str)
+def test_formats_and_dtypes(checkpoints: Checkpoints, kernels: Kernels, settings: dict[str, Any]) -> None:
+    folder = checkpoints("llama")[0]
+    engine = load_engine(folder, kernels=kernels, speculative=beside(folder), **settings, **SIZES)
+    expected = generate(engine, prompts())
+    drafter = Asking([p.tokens for p in expected])
+    assert results(expected) == results(generate(engine, prompts(), drafter))
+    assert drafter.accepted > 50
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3_text"])
+def test_stages(checkpoints: Checkpoints, kernels: Kernels, case: str) -> None:
+    folder = checkpoints(case)[0]
+    with pipeline(folder, 2, kernels=kernels, speculative=beside(folder), **SIZES) as stages:
+        check_same(stages)  # type: ignore[arg-type]
+
+
+def test_rings_leave_its_blocks_alone(checkpoints: Checkpoints, kernels: Kernels) -> None:
+    folder = checkpoints("gemma3_text")[0]
+    engine = load_engine(folder, kernels=kernels, speculative=beside(folder), tokens=4096, rings=True)
+    assert engine.kv_shape.ring is not None
+    expected = generate(engine, long_prompts())
+    drafter = Asking([p.tokens for p in expected])
+    assert results(expected) == results(generate(engine, long_prompts(), drafter))
+    assert drafter.accepted > 50 and drafter.refused == 0
+
+
+@pytest.mark.rest
+def test_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """They propose the same, and that is what comes."""
+    folders = [checkpoints(case)[0] for case in ("llama", "bloom")]
+    expected = {f"{folder}?{folder}": tensor_parallel.tokens(f"{folder}?{folder}", Shard()) for folder in folders}
+    for folder in folders:
+        answers = tensor_parallel.tokens(folder, Shard())
+        *came, proposed = expected[f"{folder}?{folder}"][: len(answers) + 1]
+        assert answers == came and answers[proposed[0]][proposed[1] :][: len(proposed) - 2] == proposed[2:]
+    assert [expected] * 2 == run_ranks([*expected], 2, tmp_path / "rendezvous")
+
+
+def test_it_catches_up_a_part_at_a_time(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.drafting.draft_model.MOST_BEHIND", 5)
+    engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
+    check_same(engine, asked=0.5)
+
+
+def test_a_shorter_model_stops_at_its_end(checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path) -> None:
+    folder = checkpoints("opt")[0]
+    shutil.copytree(folder, tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    path = tmp_path / "draft" / "config.json"
+    positions = config["max_position_embeddings"]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    name = next(name for name in tensors if "embed_positions" in name)
+    tensors[name] = tensors[name][: 20 + len(tensors[name]) - positions].clone()
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    path.write_text(json.dumps(config | {"max_position_embeddings": 20}))
+    engine = load_engine(folder, kernels=kernels, speculative=beside(tmp_path / "draft"), **SIZES)
+    expected = generate(engine, prompts())
+    drafter = Asking([p.tokens for p in expected])
+    assert results(expected) == results(generate(engine, prompts(), drafter))
+    assert drafter.accepted > 5
+
+
+@pytest.mark.parametrize(
+    ("served", "draft", "told"),
+    [
+        ("t5", "llama", "the model is an encoder-decoder: leave it out"),
+        ("mamba2", "llama", "the model has no attention: leave it out"),
+        ("llama", "t5", "--speculative-model is an encoder-decoder"),
+        ("llama", "qwen3_next", "--speculative-model has recurrent layers"),
+        ("embedded", "llama", "--speculative-model has 103 tokens and the model"),
+    ],
+)
+def test_what_cannot_draft_is_refused(checkpoints: Checkpoints, served: str, draft: str, told: str) -> None:
+    folder = DEMO if served == "embedded" else checkpoints(served)[0]
+    with pytest.raises(ValueError, match=told):
+        load_engine(folder, speculative=beside(checkpoints(draft)[0]), **SIZES)
+
+
+def test_tokenizers_are_compared(tmp_path: Path) -> None:
+    known = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": [{"content": "<s>", "id": 3}]}
+    pieces = {"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}, "added_tokens": known["added_tokens"]}
+    other = known | {"added_tokens": [{"content": "<s>", "id": 4}]}
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder, tokenizer in zip(folders, (known, pieces, other), strict=True):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refuse_other_vocabulary(folders[0], folders[1], 4, 64)
+    with pytest.raises(ValueError, match="1 tokens differ, of which the first is '<s>'"):
+        refuse_other_vocabulary(folders[2], folders[0], 4, 4)
+
+
+@pytest.mark.parametrize("size", [90, 103, 120])
+def test_a_table_of_another_size(checkpoints: Checkpoints, kernels: Kernels, size: int) -> None:
+    """Of a head whose columns are those of the model, but fewer, or with others behind them."""
+    folder = checkpoints("llama")[0]
+    engine = load_engine(folder, kernels=kernels, **SIZES)
+    logits = torch.randn(3, size)
+    places = torch.arange(size)
+    found = AlignedLogits(lambda hidden: hidden, engine.model.vocab_range, Shard(), places)(logits)
+    assert found.shape == (3, 103)
+    assert torch.equal(found[:, :size], logits[:, :103]) and bool((found[:, size:] == float("-inf")).all())
+
+
+def damaged(folder: Path, to: Path) -> Path:
+    """The same model, whose head gives no numbers."""
+    shutil.copytree(folder, to)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    tensors["lm_head.weight"].fill_(float("nan"))
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+def test_a_model_that_gives_no_numbers_proposes_nothing(
+    checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path
+) -> None:
+    folder = checkpoints("llama")[0]
+    settings = beside(damaged(folder, tmp_path / "draft"))
+    engine = load_engine(folder, kernels=kernels, speculative=settings, **SIZES)
+    expected = generate(engine, free_prompts())
+    drafter = Asking([p.tokens for p in expected])
+    assert results(expected) == results(generate(engine, free_prompts(), drafter))
+    assert 0 == drafter.accepted
+    with pytest.raises(ValueError, match="the speculative model proposes nothing"):
+        load_engine(folder, kernels=kernels, speculative=settings, **SIZES | {"warms_up": True})

@@ -21,7 +21,18 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Drafter, Prompt, generate, greedy, load_engine, sampled
+from tests.server.driver import (
+    CPU,
+    GREEDY,
+    Drafter,
+    Noting,
+    PartlyRight,
+    Prompt,
+    generate,
+    greedy,
+    load_engine,
+    sampled,
+)
 from tests.server.offload.streaming import offloaded, streaming
 
 SAMPLINGS = [
@@ -60,9 +71,11 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
 
     model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
     weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files. A ! behind
-    all that: sequences have drafts.
+    all that: sequences have drafts; a ? and a folder, or ?mtp: those of the speculative model there, or of the served
+    one's own layer, whose proposals stand behind the tokens.
     """
-    model, has_drafts, _ = str(model).partition("!")
+    model, proposes, speculative = str(model).partition("?")
+    model, has_drafts, _ = model.partition("!")
     format, _, stored = model.rpartition("=")
     stored, _, shares = stored.partition("@")
     folder, _, cache = stored.partition("+")
@@ -74,6 +87,9 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             settings["placement"] = stack.enter_context(streaming(Path(folder), weights, files))
             kv_placement = offloaded(Path(folder), kv, files, stage_bytes=int(stage_bytes))
             settings["kv_placement"] = stack.enter_context(kv_placement)
+        if proposes:
+            is_own = speculative == "mtp"
+            settings["speculative"] = {"speculative_method": "mtp"} if is_own else {"speculative_model": speculative}
         engine = load_engine(
             Path(folder),
             shard=shard,
@@ -85,6 +101,14 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             **settings,
         )
         found = [prompt.tokens for prompt in generate(engine, prompts())]
+        if proposes and speculative == "mtp":
+            noting = Noting(found)
+            found = [prompt.tokens for prompt in generate(engine, prompts(), noting)]
+            return found + [[id, *proposal.token_ids] for id, _, proposal in noting.noted]
+        if proposes:
+            drafter = PartlyRight(found)
+            found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
+            return found + [[proposal.id, got, *proposal.token_ids] for got, proposal in drafter.noted]
         return [prompt.tokens for prompt in generate(engine, prompts(), Drafter(found))] if has_drafts else found
 
 

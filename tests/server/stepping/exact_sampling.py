@@ -82,7 +82,8 @@ def probabilities(scores: Sequence[float]) -> list[float]:
     """softmax."""
     best = max(scores)
     weights = [math.exp(score - best) for score in scores]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def fit(samples: Sequence[int], expected: Sequence[float]) -> float:

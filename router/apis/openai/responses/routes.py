@@ -103,6 +103,7 @@ class ResponsesRequest(InputRequest):
     )
     safety_identifier: str | None = Field(default=None, description="The answer has it.")
     prompt_cache_key: str | None = Field(default=None, description="The answer has it.")
+    speculate: Integer | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
     temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
     top_logprobs: Integer | None = Field(default=None, description="Likeliest alternatives reported with each token.")
@@ -128,6 +129,7 @@ def parameters_of(body: ResponsesRequest) -> GenerateParameters:
     return GenerateParameters(
         **drawn(body.temperature, top_p=body.top_p),
         max_new_tokens=body.max_output_tokens,
+        speculate=body.speculate,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         grammar=grammar_of_flat_format("text.format", None if body.text is None else body.text.format, FORMATS),

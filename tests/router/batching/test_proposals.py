@@ -1,0 +1,167 @@
+"""Tokens that a model proposes: asked for where that pays, never in the way of anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from router.batching.batcher import Batcher
+from router.drafting.speculation import Asking, Candidate, Speculation
+from router.scheduling.request import ValidRequest
+from router.telemetry.metrics import Metrics
+from server.pb.generate_pb2 import StepRequest
+from tests.router.batching.test_batcher import is_clean
+from tests.router.batching.test_drafts import ARRANGEMENTS, REQUESTS, TROUBLE
+from tests.router.batching.test_kv_demand import expects_little
+from tests.router.doubles import (
+    FakeMatching,
+    byte_tokenizer,
+    fake_shards,
+    make_limits,
+    request_of,
+    running,
+    token_ids_of,
+    tokens_alone,
+)
+from tests.router.fake_shards import fake_next_token
+from tests.router.scheduling.test_fairness import in_virtual_time
+
+Proposer = Callable[[Sequence[int], int, int], tuple[Sequence[int], Sequence[float]]]
+MOST = 4
+
+
+def right_with(chance: float) -> Proposer:
+    """A model that proposes what comes with this chance each, and is as sure of it."""
+
+    def propose(token_ids: Sequence[int], seed: int, most: int) -> tuple[Sequence[int], Sequence[float]]:
+        known, found = list(token_ids), []
+        drawn = random.Random(zlib.crc32(array("I", known).tobytes()))
+        for _ in range(most):
+            coming = fake_next_token(known, seed, 256)
+            found.append(coming if drawn.random() < chance else (coming + 1) % 256)
+            known.append(coming)
+        return found, [math.log(max(chance, 0.01))] * most
+
+    return propose
+
+
+class Often(Speculation):
+    """Asks for as much as chance has it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(MOST, most_proposals=MOST)
+        self._chance = random.Random(seed)
+
+    def ask(self, candidates: Sequence[Candidate]) -> Asking:
+        places = [place for place, one in enumerate(candidates) if one.most > 0 and self._chance.random() < 0.7]
+        return Asking(self._chance.randint(1, MOST), places) if places else Asking()
+
+    def choose(self, candidates: Sequence[Candidate], *args: Any) -> list[tuple[int, ...]]:
+        most = [0 if one.is_under_way else self._chance.randint(0, max(0, one.most)) for one in candidates]
+        return [one.drafting.guess(num).token_ids if num else () for one, num in zip(candidates, most, strict=True)]
+
+
+@pytest.mark.parametrize("trouble", TROUBLE.values(), ids=TROUBLE)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("limits", ARRANGEMENTS, ids=str)
+async def test_everyone_gets_the_tokens_that_they_get_alone(
+    limits: dict[str, Any], seed: int, trouble: dict[str, Any]
+) -> None:
+    limits = limits | {"speculate": MOST, "proposals": MOST}
+    shards = fake_shards(make_limits(**limits), propose=right_with(0.7), **trouble)
+    async with running(shards, FakeMatching((3,)), **limits) as at_work:
+        at_work.batcher._scheduler.speculation = Often(seed)
+        if at_work.batcher._scheduler.forecast is not None:
+            expects_little(at_work.batcher)
+        entries = [at_work.batcher.submit(request, owner="ab"[n % 2]) for n, request in enumerate(REQUESTS)]
+        for gone in entries[::5]:
+            gone.cancelled = True
+        staying = [entry for entry in entries if not entry.cancelled]
+        got = await asyncio.wait_for(asyncio.gather(*map(token_ids_of, staying)), 30)
+    assert [tokens_alone(entry.request) for entry in staying] == got
+    assert sum(len(draft.token_ids) - 1 for request in shards.requests for draft in request.drafts) > 20
+    assert is_clean(at_work)
+
+
+STEP_S, ROW_S, PASS_S = 0.01, 0.0001, 0.0008  # of a step, of each row, and of each pass of the model that proposes
+
+
+def served(chance: float, requests: Sequence[ValidRequest], **given: Any) -> tuple[list[StepRequest], list[float]]:
+    """Requests whose tokens a model proposes that is right so often: the steps, and when each request was complete.
+
+    Time is virtual, and the router takes none.
+    """
+    limits: dict[str, Any] = {"speculate": MOST, "proposals": MOST, "speculative_method": "draft", **given}
+    limits |= {"waiting_served_ratio": 0.0}
+    settled = make_limits(max_total_tokens=1024, max_batch_total_tokens=16384, max_batch_prefill_tokens=256, **limits)
+    ends = [0.0] * len(requests)
+    sent: list[StepRequest] = []
+
+    async def story(clock: Callable[[], float]) -> None:
+        shards = fake_shards(
+            settled,
+            propose=right_with(chance),
+            step_delay_s=STEP_S,
+            row_delay_s=ROW_S,
+            propose_delay_s=PASS_S,
+            clock=clock,
+        )
+        batcher = Batcher(shards, byte_tokenizer(), settled, Metrics(settled), clock=clock)
+        batching = asyncio.ensure_future(batcher.run())
+
+        async def ask(number: int, request: ValidRequest) -> None:
+            assert tokens_alone(request) == await token_ids_of(batcher.submit(request))
+            ends[number] = clock()
+
+        await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests)))
+        await batcher.drain(1)
+        await batching
+        sent.extend(shards.requests)
+
+    in_virtual_time(story)
+    return sent, ends
+
+
+def num_proposals(steps: Sequence[StepRequest]) -> list[int]:
+    """How many were asked for in each step that asked for any."""
+    return [step.proposals for step in steps if step.proposals]
+
+
+def plain_seconds(batch: int, tokens: int) -> float:
+    """What so many tokens of each take without guesses, prompts aside."""
+    return tokens * (STEP_S + batch * ROW_S)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_good_model_brings_several_tokens_a_step(batch: int) -> None:
+    steps, ends = served(0.9, [request_of(30, 120, seed) for seed in range(1, batch + 1)])
+    assert max(ends) < 0.65 * plain_seconds(batch, 120) + 2 * (STEP_S + batch * 30 * ROW_S)
+    assert MOST in num_proposals(steps)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_poor_model_is_asked_a_few_times(batch: int, chance: float) -> None:
+    steps, ends = served(chance, [request_of(30, 400, seed) for seed in range(1, batch + 1)])
+    prompts = 2 * (STEP_S + batch * 30 * ROW_S)
+    assert num_proposals(steps) and max(ends) < 1.02 * plain_seconds(batch, 400) + prompts
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_a_request_may_want_fewer(most: int) -> None:
+    steps, _ = served(0.9, [request_of(30, 90, seed, speculate=most) for seed in range(1, 5)])
+    assert most == max((len(draft.token_ids) - 1 for step in steps for draft in step.drafts), default=0)
+    assert bool(most) == bool(num_proposals(steps))
+
+
+def test_who_wants_no_guesses_hardly_waits_for_those_of_others() -> None:
+    requests = [request_of(30, 400, seed) for seed in range(1, 8)] + [request_of(30, 400, 8, speculate=0)]
+    _, ends = served(0.9, requests)
+    assert ends[-1] < 1.04 * plain_seconds(8, 400) + 2 * (STEP_S + 8 * 30 * ROW_S)
