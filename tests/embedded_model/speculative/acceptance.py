@@ -37,6 +37,7 @@ class Steady(Drafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.proposed: dict[int, Sequence[int]] = {}
+        self.guessed: list[tuple[int, int, list[int]]] = []  # sequence, tokens that it had generated, guesses
 
     def ask(self, request: pb.StepRequest) -> None:
         self.proposed.clear()
@@ -49,6 +50,7 @@ class Steady(Drafter):
     def draft(self, request: pb.StepRequest, id: int, prompt: Prompt, first: int) -> pb.Extension:
         so_far = len(prompt.tokens)
         guesses = list(self.proposed.pop(id, ()))[: prompt.max_new_tokens - so_far - 1]
+        self.guessed.append((id, so_far, guesses))
         came = self.came(id, prompt, first)
         token_ids = [prompt.tokens[-1], *guesses]
         draft = request.drafts.add(id=id, position=first + so_far - 1, token_ids=token_ids, came=came)

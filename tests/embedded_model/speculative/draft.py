@@ -16,6 +16,7 @@ class Draft:
 
     name = "draft"
     alone = 0.7
+    haste = 1.0
 
     def __init__(self, target: Target) -> None:
         self.model = LlamaForCausalLM(

@@ -119,6 +119,7 @@ class Eagle(nn.Module):
 
     name = "eagle3"
     alone = 0.0
+    haste = 2.0
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Eagle(nn.Module):
         self.norm = LlamaRMSNorm(width, self.spec.rms_norm_eps)
         self.lm_head = nn.Linear(width, KNOWN, bias=False)
         self.known = frequent(target)
-        self.table = target.table
+        self.table = target.table.detach()
         self.lm_head.weight.data.copy_(self.table[self.known])
 
     def features(self, seen: Seen) -> Tensor:
@@ -165,7 +166,7 @@ class Eagle(nn.Module):
             "draft_vocab_size": KNOWN,
             "tie_word_embeddings": False,
             "torch_dtype": "bfloat16",
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)},
+            "eagle_aux_hidden_state_layer_ids": list(TAPS),
         }
         return self.spec.to_dict() | own
 

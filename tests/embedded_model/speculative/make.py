@@ -52,7 +52,7 @@ def take_step(student: Student, optimizers: Sequence[torch.optim.Optimizer], see
     nn.utils.clip_grad_norm_(list(student.trained.values()), 1.0)
     for optimizer, rate in zip(optimizers, (train.MATRIX_RATE, train.OTHER_RATE), strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = rate * factor
+            group["lr"] = rate * student.haste * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return float(loss.detach())

@@ -18,6 +18,7 @@ class Medusa(nn.Module):
 
     name = "medusa"
     alone = 0.0
+    haste = 4.0
 
     def __init__(self, target: Target) -> None:
         super().__init__()

@@ -66,6 +66,7 @@ class Student(Protocol):
 
     name: str  # of its folder
     alone: float  # share of its steps, from the first on, in which it learns from texts without the model
+    haste: float  # its rate of learning, against the model's own
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
