@@ -51,8 +51,7 @@ def resolve_speculative_model(settings: Settings, environ: Mapping[str, str], lo
     if name is None or settings.is_null_model:
         return None
     model_id, revision = name_and_revision(name)
-    with_weights = not settings.values["random_weights"]
-    found = _resolve(model_id, revision, settings, environ, log, with_weights=with_weights, with_tokenizer=False)
+    found = _resolve(model_id, revision, settings, environ, log, with_weights=True, with_tokenizer=False)
     return _one_folder(found)
 
 
@@ -68,7 +67,11 @@ def _one_folder(model: hub.ResolvedModel) -> Path:
     """The folder with both the description and the weights of a model. Raises Refusal for old formats."""
     if model.weights_path != model.path:
         raise Refusal(
-            [f"{model.path} has no *.safetensors: serve it once by --model-id or `lockstep quantize`, or convert it"], 1
+            [
+                f"--speculative-model {model.path} has no *.safetensors, which it must have: copy those into which its "
+                f"weights were converted from {model.weights_path} there"
+            ],
+            1,
         )
     return model.path
 

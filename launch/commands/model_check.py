@@ -71,6 +71,8 @@ class ModelCheck:
     def _check_speculative_model(self) -> None:
         """Whether there is what proposes tokens; its memory is not counted."""
         name, findings = self.settings.values["speculative_model"], self.findings
+        if self.settings.values["speculative_method"] == "mtp":
+            findings.unchecked.append("whether the model has the layer that speculative_method mtp takes")
         if name is None:
             return
         with tempfile.TemporaryDirectory() as spare:
@@ -78,6 +80,8 @@ class ModelCheck:
                 model_id, revision = name_and_revision(name)
                 found = find_description(self.settings, self.variables, Path(spare), model_id, revision)
                 config = read_json(found.folder / "config.json", "the speculative model's description")
+                if found.cache is None:
+                    _check_speculative_weights(found.folder)
             except HubError as error:
                 findings.problems.append(str(error))
                 return
@@ -170,6 +174,16 @@ class ModelCheck:
         findings.add("memory", readable(found.memory.free_bytes), found.memory.described + shared)
         if found.memory.in_use:
             findings.notes.append(f"{found.memory.in_use} are in use now, and must be free when the server starts")
+
+
+def _check_speculative_weights(folder: Path) -> None:
+    """Raise HubError unless the weights in a folder are whole, and in the only format that one may have."""
+    for path in weight_files(folder):
+        if path.suffix != ".safetensors":
+            raise HubError(
+                f"{folder} has no *.safetensors, which a speculative model must have: take one in that format"
+            )
+        check_safetensors(path)
 
 
 def _load_tokenizer(folder: Path, tokenizer_config_path: str | None) -> None:

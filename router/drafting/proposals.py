@@ -20,6 +20,7 @@ SKILL_MEMORY = 32.0
 MOST_RIGHT = 0.98  # the highest chance: nothing is certain
 MEMORY = 16  # answers that count
 CREDIT = 1.5  # how many times what is known an answer may count as: one that was interrupted says little
+FEW = 3  # answers until then may have been interrupted themselves
 
 
 class Proposal(NamedTuple):
@@ -89,6 +90,14 @@ class Skill:
         return found
 
 
+class Asked(NamedTuple):
+    """What a step was asked for, and what came of it."""
+
+    most: int  # tokens of each sequence
+    num_answered: int = 0  # sequences for which something was proposed
+    seconds: float = 0.0  # that it took
+
+
 class ProposeCosts:
     """Seconds by sequences and tokens of each, for about as many sequences: two kinds for each doubling."""
 
@@ -99,20 +108,28 @@ class ProposeCosts:
         """So many were proposed for each."""
         of_kind = self._kinds.setdefault(round(2 * math.log2(sequences)), {})
         mean, count = of_kind.get(tokens, (seconds, 0))
+        if count < FEW and mean > CREDIT * seconds:
+            mean, count = seconds, 0
         count = min(count + 1, MEMORY)
         if count > 1:
             seconds = min(seconds, CREDIT * mean)
         of_kind[tokens] = mean + (seconds - mean) / count, count
 
+    def _nearest(self, sequences: int) -> dict[int, tuple[float, int]]:
+        wanted = 2 * math.log2(sequences)
+        return self._kinds[min(self._kinds, key=lambda kind: abs(kind - wanted))]
+
+    def is_sure(self, sequences: int) -> bool:
+        """Whether so many answers count that not all were interrupted."""
+        return bool(self._kinds) and sum(count for _, count in self._nearest(sequences).values()) >= FEW
+
     def seconds(self, sequences: int, tokens: int) -> float:
         """What it would take; infinity if nothing is known."""
         if not self._kinds:
             return math.inf
-        wanted = 2 * math.log2(sequences)
-        kind = min(self._kinds, key=lambda kind: abs(kind - wanted))
         # With no token it would still follow the text, which is about a pass.
         left, seconds_left, slope = -1, 0.0, 0.0
-        for known, (seconds, _) in sorted(self._kinds[kind].items()):
+        for known, (seconds, _) in sorted(self._nearest(sequences).items()):
             slope = max(0.0, seconds - seconds_left) / (known - left)
             if tokens <= known:
                 break

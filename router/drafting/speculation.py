@@ -20,15 +20,16 @@ from router.drafting.acceptance import Acceptance, Chances
 from router.drafting.accounts import Account, Loans
 from router.drafting.drafter import NOTHING, Drafter, Guess, NgramDrafter, Silent, SuffixDrafter, indexed
 from router.drafting.earlier_answers import EarlierAnswers
-from router.drafting.proposals import Places, Proposal, ProposeCosts, Skill
-from router.drafting.step_costs import StepCosts
+from router.drafting.proposals import Asked, Places, Proposal, ProposeCosts, Skill
+from router.drafting.step_costs import CREDIT, StepCosts
 from router.drafting.token_index import TokenIndex
 
 MARGIN = 1.05  # how many times the tokens per second of a plain step drafts must promise
 LEAST_PROMISE = 1.1  # tokens that a first draft promises: to begin, a sequence sits out a step
 TRIALS = 4.0  # plain steps that trying proposals may cost since the start …
 TRIAL_SHARE = 0.002  # … and share of the time since then
-FIRST_PROPOSALS = 2  # tokens that are asked for while it is not known what that takes
+FIRST_PROPOSALS = 2  # tokens that are asked for while it is not known what that takes …
+FIRST_SECONDS = 0.5  # … and plain steps that this is expected to take
 DEEP = 0.5  # plain steps beyond its room that a sequence may lose, beside others, whose draft should gain some
 LOOKED_AGAIN = 16  # steps for which it holds that no guesses could pay
 
@@ -158,7 +159,6 @@ class Speculation:
         self._indexed: tuple[Sequence[int], TokenIndex] | None = None  # the latest prompt: samples share it
         self._hopeless: dict[int, int] = {}  # by batch: until which step no guesses could pay
         self._trial_room = 0.0  # seconds that trying proposals may still cost, beyond TRIALS
-        self._is_trying = False
 
     def begin(
         self, token_ids: Sequence[int], owner: str = "", cache_salt: str = "", most: int | None = None
@@ -279,7 +279,6 @@ class Speculation:
                 extra = seconds - plain
                 if all(gain * plain >= extra or one >= extra for gain, one in zip(gains, patience, strict=True)):
                     found, most_rate = Asking(most, [place for _, place in ranked[:num]]), tokens / seconds
-        self._is_trying = not found.most
         return found if found.most else self._trial(plain, patience, [place for _, place in ranked])
 
     def _promise(self, candidate: Candidate, plain: float) -> list[float]:
@@ -294,15 +293,20 @@ class Speculation:
     def _trial(self, plain: float, patience: Sequence[float], places: Sequence[int]) -> Asking:
         """Ask, to find out what it takes and is worth, where that may be lost."""
         most = self.most_proposals
-        seconds = self.propose_costs.seconds(len(places), most)
-        if math.isinf(seconds):
+        if not self.propose_costs.is_sure(len(places)):
             most = min(most, FIRST_PROPOSALS)
-            seconds = plain
+        seconds = self._expected(len(places), most, plain)
         asked = set(places)
         room = min((one for place, one in enumerate(patience) if place not in asked), default=math.inf)
         if seconds > min(room, TRIALS * plain + self._trial_room, self._most_seconds - plain):
             return Asking()
+        self._trial_room -= seconds
         return Asking(most, places)
+
+    def _expected(self, sequences: int, most: int, plain: float) -> float:
+        """What proposing takes, as far as is known: the first answers may have been interrupted."""
+        seconds = self.propose_costs.seconds(sequences, most)
+        return seconds if self.propose_costs.is_sure(sequences) else min(seconds, FIRST_SECONDS * plain)
 
     def stepped(
         self,
@@ -311,36 +315,46 @@ class Speculation:
         others: int,
         seconds: float | None,
         held: Collection[Drafting] = (),
-        propose_seconds: float | None = None,
+        asked: Asked | None = None,
     ) -> None:
         """A step is over: those that decoded plainly in it, those that had drafts, and how many have no `Drafting`.
 
         seconds: what it took, from when it could begin, or with drafts from its sending; None if it had prompts too.
-        held: those that sat it out to wait for their latest token. propose_seconds: what of it was for proposals; None:
-        none were asked for.
+        held: those that sat it out to wait for their latest token. asked: for proposals, whose time is part of it.
         """
         batch, num_guesses = len(plain) + len(verified) + others, sum(num for _, num, _ in verified)
-        proposing = propose_seconds or 0.0
+        known = self._known_seconds(batch, num_guesses) if batch else math.inf
         if seconds is not None and batch:
-            self.costs.note(batch + num_guesses, max(0.0, seconds - proposing), has_drafts=bool(verified))
+            seconds = max(0.0, seconds - (asked.seconds if asked is not None else 0.0))
+            self.costs.note(batch + num_guesses, seconds, has_drafts=bool(verified))
         plain_seconds = self.costs.plain(batch) if batch else math.inf
         if math.isinf(plain_seconds):
             return
         extra = 0.0
-        if verified or propose_seconds is not None:
-            if seconds is None:
-                drafted = islice(self.costs.drafted(batch), num_guesses - 1, None) if num_guesses else [plain_seconds]
-                seconds = next(iter(drafted)) + proposing
-            extra = max(0.0, seconds - plain_seconds)
+        if verified or asked is not None:
+            # Guesses are no reason for an interruption.
+            extra = max(0.0, (known if seconds is None else min(seconds, CREDIT * known)) - plain_seconds)
+        if asked is not None:
+            extra += self._proposing(asked, plain_seconds, is_pure=seconds is not None)
         self._trial_room += TRIAL_SHARE * plain_seconds
-        if propose_seconds is not None and self._is_trying:
-            self._trial_room -= extra
         for drafting in plain:
             drafting.account.decoded(1, plain_seconds, extra, drafts=False)
         for drafting, num, num_right in verified:
             drafting.account.decoded(1 + num_right, plain_seconds, extra, drafts=num > 0)
         for drafting in held:
             drafting.account.waited(plain_seconds)
+
+    def _known_seconds(self, batch: int, num_guesses: int) -> float:
+        """Of a step with so many guesses, before it is measured."""
+        return next(islice(self.costs.drafted(batch), num_guesses - 1, None)) if num_guesses else self.costs.plain(batch)
+
+    def _proposing(self, asked: Asked, plain: float, *, is_pure: bool) -> float:
+        """What proposals took for which there is a reason. is_pure: behind prompts a model has more to follow."""
+        num = max(1, asked.num_answered)
+        expected = self._expected(num, asked.most, plain)
+        if is_pure and asked.num_answered:
+            self.propose_costs.note(num, asked.most, asked.seconds)
+        return min(asked.seconds, CREDIT * expected)
 
 
 def _promising(candidate: Candidate) -> tuple[tuple[int, ...], list[float]]:

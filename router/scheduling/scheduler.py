@@ -23,7 +23,7 @@ from functools import partial
 from typing import Generic
 
 from router.config import FROM_TEXTS
-from router.drafting.proposals import Proposal
+from router.drafting.proposals import Asked, Proposal
 from router.drafting.speculation import Candidate, Drafting, Speculation, Verified
 from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
@@ -522,11 +522,8 @@ class Scheduler(Generic[S]):
         held = [entry.drafting for entry in plan.awaiting if entry.drafting is not None]
         others = len(plan.decoding) - len(plain)
         is_pure = not (plan.prefill_tokens or plan.restores)
-        if num_proposed and is_pure:  # behind a prompt a model has more to follow
-            self.speculation.propose_costs.note(num_proposed, plan.proposals, propose_seconds)
-        self.speculation.stepped(
-            plain, verified, others, seconds if is_pure else None, held, propose_seconds if plan.proposals else None
-        )
+        asked = Asked(plan.proposals, num_proposed, propose_seconds) if plan.proposals else None
+        self.speculation.stepped(plain, verified, others, seconds if is_pure else None, held, asked)
         return sum(one.num_right for one in verified)
 
     def finished(self, entry: S, *, is_cut: bool) -> None:

@@ -212,7 +212,7 @@ class ShardedClient:
             await asyncio.gather(*(rank.wait_ready() for rank in self._ranks))
 
     async def info(self) -> ModelInfo:
-        """What all ranks loaded. They agree, but for the sizes."""
+        """What all ranks loaded. They agree, but for the sizes, and for what the last pipeline stage alone has."""
         replies = await self._all("Info", InfoRequest())
         first = replies[0]
         return ModelInfo(
@@ -237,8 +237,8 @@ class ShardedClient:
             decoder_start=first.decoder_start if first.HasField("decoder_start") else None,
             shares_prefixes=first.shares_prefixes,
             takes_drafts=all(reply.takes_drafts for reply in replies),
-            most_proposals=min(reply.most_proposals for reply in replies),
-            proposes=first.proposes,
+            most_proposals=max(reply.most_proposals for reply in replies),
+            proposes=next((reply.proposes for reply in replies if reply.proposes), ""),
             has_tiers=first.has_tiers,
         )
 

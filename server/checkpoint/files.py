@@ -24,6 +24,7 @@ from server.quantisation.configs import FormatError
 from server.quantisation.sizes import config_of
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+OTHER_FORMATS = {".gguf": "GGUF is not served", ".pt": "*.pt is not read"}  # of weights
 MAX_JSON_BYTES = 50_000_000  # an index of a hundred thousand tensors has a tenth of it
 # Of GPTQ and AWQ, of AutoAWQ 0.1 and llm-awq, and of ModelOpt.
 QUANTISATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -41,7 +42,8 @@ def weight_files(folder: Path) -> list[Path]:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     chosen = choose_weights(names)
     if not chosen:
-        only = next((f", but {name}, and GGUF is not served" for name in names if name.endswith(".gguf")), "")
+        others = (name for name in sorted(names) if Path(name).suffix in OTHER_FORMATS)
+        only = next((f", but {name}, and {OTHER_FORMATS[Path(name).suffix]}" for name in others), "")
         raise HubError(f"{folder} has no weights{only}: *.safetensors or *.bin must lie in it")
     if chosen[0].endswith(".index.json"):
         chosen = indexed_names(folder / chosen[0])

@@ -50,6 +50,12 @@ class Followed:
             self.computed, self.pending, self.proposed = start, [], []
         self.pending += token_ids[self.end - start :]
 
+    def compute(self, count: int) -> None:
+        """So many of those that are pending are computed, over what was proposed in their places."""
+        del self.pending[:count]
+        self.computed += count
+        self.proposed.clear()
+
     def confirm(self) -> None:
         """What came as it was proposed has been computed, but for the latest token, whose successor is asked for."""
         while len(self.pending) > 1 and self.proposed and self.pending[0] == self.proposed[0]:
@@ -172,9 +178,7 @@ class Passes:
         known = [id for sequence, count in behind for id in sequence.followed.pending[:count]]
         hidden = self._hidden(self._forward(Layout.of(spans, known)))
         for sequence, count in behind:
-            followed: Followed = sequence.followed
-            del followed.pending[:count]
-            followed.computed += count
+            sequence.followed.compute(count)
         return hidden
 
     def _first(self, links: Sequence[Link]) -> Chosen:

@@ -198,10 +198,10 @@ class _Parts:
     def fusion(self, count: int) -> Fusion:
         """What makes one vector of `count` that are read."""
         spec, weights, read = self.spec, self.weights, count * self.spec.target_width
-        found = self.checkpoint.shape_of(f"{weights.name_of('fuse')}.weight")[-1]
-        if found != read:
+        found = list(self.checkpoint.shape_of(f"{weights.name_of('fuse')}.weight")[-1:])
+        if found != [read]:
             raise ValueError(
-                f"--speculative-model reads {found} numbers of each token, and {count} layers of the model have "
+                f"--speculative-model reads {sum(found)} numbers of each token, and {count} layers of the model have "
                 f"{read}: use a head that was trained for this model"
             )
         norms = [self.loader.norm("input_norm", read)] if spec.norms_all else []

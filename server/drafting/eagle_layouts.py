@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from server.arch import families
-from server.arch.families.hf_config import FLAG, SIZE, WHOLES, Kind
+from server.arch.families import llama
+from server.arch.families.hf_config import FLAG, MOST_SHOWN, SIZE, WHOLES, Kind
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Residual
 from server.checkpoint.weights import Checkpoint
@@ -62,13 +63,14 @@ def read(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> EagleSpec:
             "head that reads those of several layers"
         )
     family, spec = families.find(_with_heads(of_layers or hf_config))
-    if spec.residual is not Residual.PRE or spec.encoder is not None or spec.recurrences:
-        raise ValueError("--speculative-model has layers that are not as Llama's are, which no EAGLE-3 head may have")
+    if not _is_like_llama(family.names, spec):
+        raise ValueError("--speculative-model has layers that are not as Llama's are: use another EAGLE-3 head")
     is_original = any(re.match(r"(model\.)?midlayer\.", name) for name in checkpoint.names())
     if is_original and spec.num_layers > 1:
         raise ValueError(f"--speculative-model has {spec.num_layers} layers, but only one `midlayer` is served")
     outputs = _checked(of_eagle).get("eagle_aux_hidden_state_layer_ids")
     inputs = hf_config.get("eagle_aux_hidden_state_layer_ids")
+    spec = _with_biases_of(checkpoint, spec)
     first, *others = spec.layers
     return EagleSpec(
         layers=replace(spec, layers=(replace(first, num_inputs=2), *others)),
@@ -83,15 +85,35 @@ def read(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> EagleSpec:
     )
 
 
+def _with_biases_of(checkpoint: Checkpoint, spec: ArchSpec) -> ArchSpec:
+    """The same with the biases that there are: in config.json many heads have taken over what the model has."""
+    biased = {name.rpartition(".")[0].rpartition(".")[2] for name in checkpoint.names() if name.endswith(".bias")}
+    return replace(
+        spec,
+        qkv_bias="q_proj" in biased,
+        attention_out_bias="o_proj" in biased,
+        mlp_bias="down_proj" in biased,
+    )
+
+
 def taps_of(given: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
     """Layers of a model of so many whose inputs are read. Raises ValueError for those that it does not have."""
     taps = tuple(sorted(set(given or (2, num_layers // 2, num_layers - 3))))
     if taps[0] < 0 or taps[-1] > num_layers or len(taps) < len(given or ()):
+        shown = ", ".join(map(str, given or taps))[:MOST_SHOWN]
         raise ValueError(
-            f"--speculative-model reads the model before layers {', '.join(map(str, taps))}, and the model has "
-            f"{num_layers}: use one that was trained for this model"
+            f"--speculative-model reads the model before layers {shown}, of which each "
+            f"must be another one from 0 to {num_layers}: use one that was trained for this model"
         )
     return taps
+
+
+def _is_like_llama(names: NameMap, spec: ArchSpec) -> bool:
+    """Whether a family's layers are wired and named so, with or without its biases, norms and experts."""
+    has_names = all(
+        names.roles.get(role) == name for role, name in llama.NAMES.roles.items() if role in ("q", "mlp_norm")
+    )
+    return has_names and spec.residual is Residual.PRE and not spec.recurrences and spec.layers[0].latent is None
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from server.arch import families
+from server.arch.families.hf_config import MOST_SHOWN
 from server.arch.spec import ArchSpec, validate
 from server.checkpoint import formats
+from server.checkpoint.files import read_json
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import ShardConfig
 from server.drafting import eagle, medusa
@@ -76,7 +78,16 @@ def load(config: ShardConfig, served: Served) -> Proposer:
             f"--speculative-method is {config.speculative_method}, but --speculative-model is {found.name}: use auto "
             f"or {found.method}"
         )
-    return found.load(config, folder, hf_config, served)
+    try:
+        return found.load(config, folder, hf_config, served)
+    except ValueError as error:
+        raise _of_folder(folder, error) from error
+
+
+def _of_folder(folder: Path, error: ValueError) -> ValueError:
+    """The same sentence, which says of which model it is: the served one has a config.json too."""
+    is_clear = "--speculative-model" in str(error) or str(folder) in str(error)
+    return error if is_clear else ValueError(f"--speculative-model {folder}: {error}")
 
 
 def refuse_unserved(folder: Path, hf_config: Mapping[str, Any]) -> None:
@@ -84,7 +95,7 @@ def refuse_unserved(folder: Path, hf_config: Mapping[str, Any]) -> None:
     served = "a draft model, Medusa heads as TGI reads them, or an EAGLE-3 head"
     kind = hf_config.get("speculators_model_type") or hf_config.get("model_type")
     if kind in UNSERVED or ("speculators_model_type" in hf_config and kind != "eagle3"):
-        raise ValueError(f"--speculative-model is of the kind {kind!r}, which is not served: use {served}")
+        raise ValueError(f"--speculative-model is of the kind {kind!r:.{MOST_SHOWN}}, which is not served: use {served}")
     if not any(folder.glob("*.safetensors")):
         other = next((f" but {path.name}" for end in ("bin", "pt") for path in sorted(folder.glob(f"*.{end}"))), "")
         raise ValueError(
@@ -146,24 +157,27 @@ def refuse_other_vocabulary(folder: Path, served: Path, size: int, served_size: 
     if different:
         raise ValueError(
             f"--speculative-model has another vocabulary than the model: {len(set(different))} tokens differ, of which "
-            f"the first is {different[0]!r}: use a draft model of the same family"
+            f"the first is {different[0]!r:.{MOST_SHOWN}}: use a draft model of the same family"
         )
 
 
 def _tokens(folder: Path) -> dict[str, int] | None:
-    """The ids of all tokens that a folder's tokenizer knows; None: it has no such file."""
+    """The ids of all tokens that a folder's tokenizer knows; None: it has no such file. Raises ValueError."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    known = found["model"].get("vocab", {})
-    tokens = {piece: id for id, (piece, _) in enumerate(known)} if isinstance(known, list) else dict(known)
-    return tokens | {added["content"]: added["id"] for added in found.get("added_tokens", ())}
+    found = read_json(path, "the tokenizer")
+    try:
+        known = found["model"].get("vocab", {})
+        tokens = {piece: id for id, (piece, _) in enumerate(known)} if isinstance(known, list) else dict(known)
+        return tokens | {added["content"]: added["id"] for added in found.get("added_tokens") or ()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} does not list tokens as the library tokenizers does: download it again") from None
 
 
 # The first that fits; what is nothing else is a draft model.
 KINDS = (
-    Kind("medusa", "Medusa heads", lambda config: "medusa_num_heads" in config, _medusa),
+    Kind("medusa", "Medusa heads", lambda config: config.get("medusa_num_heads") is not None, _medusa),
     Kind("eagle3", "an EAGLE-3 head", is_eagle, _eagle),
     Kind("draft", "a draft model", lambda config: True, _draft_model),
 )

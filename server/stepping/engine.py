@@ -257,6 +257,8 @@ class Engine:
                     self._speculate(self.proposer, request, plan, launched)
                 for row, blocks in self._states(request.kept_ids, request.kept_blocks):
                     self._kept_states.keep(row, self.device.upload(blocks))
+                if self.proposer is not None:
+                    self._unread.append(launched)  # nobody reads a step that fails before
                 return launched
             return Launched([], [], {}, started, self.device, self.shard.check) if moves else None
         except BaseException:
@@ -277,12 +279,11 @@ class Engine:
         launched.tell(proposer.came)
         while self._unread and self._unread[0].is_read:
             self._unread.popleft()
-        self._unread.append(launched)
         features = launched.features
         if not request.proposals:
             proposer.follow(plan, features)
             return
-        came = [step.finish().came for step in self._unread][-1]
+        came = [step.finish().came for step in (*self._unread, launched)][-1]
         began = time.perf_counter_ns()
         wanted = dict.fromkeys(request.proposed_ids, min(request.proposals, proposer.most))
         proposals = proposer.propose(plan, features, came, wanted)

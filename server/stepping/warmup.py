@@ -280,7 +280,8 @@ def _take_first_steps(engine: Engine) -> None:
         engine.launch(pb.StepRequest(retire=[0]))
         if most and not taken[-1].proposals:
             raise ValueError(
-                "the speculative model proposes nothing: its logits are NaN or infinite, so its checkpoint is damaged"
+                "the speculative model proposes nothing: its logits are NaN or infinite, so its checkpoint is "
+                "damaged: download it again, or leave it out"
             )
         if not all(math.isfinite(logprob) for step in taken for logprob in step.logprobs):
             dtype = str(engine.kv_shape.dtype).removeprefix("torch.")

@@ -268,6 +268,19 @@ def test_weights_of_fewer_layers_are_found(tmp_path: Path) -> None:
     assert f"has weights of {config[name]} layers, but config.json says {config[name] + 1}" in problem
 
 
+def test_what_proposes_tokens_is_looked_at(tmp_path: Path) -> None:
+    assert "the layer that speculative_method mtp takes" in check(["--speculative-method", "mtp"]).unchecked[0]
+    folder = shutil.copytree(DEMO, tmp_path / "draft")
+    argv, weights = ["--speculative-model", str(folder)], folder / "model.safetensors"
+    assert [] == check(argv).problems
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "model.safetensors is damaged or incomplete" in check(argv).problems[0]
+    weights.rename(folder / "pytorch_model.bin")
+    assert "has no *.safetensors, which a speculative model must have" in check(argv).problems[0]
+    (folder / "pytorch_model.bin").rename(folder / "medusa_lm_head.pt")
+    assert "has no weights, but medusa_lm_head.pt, and *.pt is not read" in check(argv).problems[0]
+
+
 def test_the_table_fits_a_narrow_terminal() -> None:
     text = render(check(["--prometheus-port", "9090"]), 80)
     assert max(map(len, text.splitlines())) <= 80 and "\n- --prometheus-port 9090 changes nothing: " in text

@@ -111,6 +111,7 @@ class FakeShardedClient:
     lends_blocks: bool = False  # whether tables name blocks that others have until they are written to
     propose: Callable[[Sequence[int], int, int], tuple[Sequence[int], Sequence[float]]] | None = None
     propose_delay_s: float = 0.0  # for each token that is proposed, and once more
+    interruptions_s: Iterator[float] = field(default_factory=lambda: iter(()))  # of the first answers with proposals
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -198,12 +199,11 @@ class FakeShardedClient:
         self._num_steps += 1
         self._total_steps += 1
         _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
-        proposing = (1 + request.proposals) * self.propose_delay_s if request.proposals else 0.0
         began_at = max(self.clock(), self._busy_until)
         reply = self._run(request)
         rows = sum(request.chunk_tokens) + sum(len(draft.token_ids) for draft in request.drafts)
         rows += len({*reply.ids} - {*request.chunk_ids} - {draft.id for draft in request.drafts})
-        self._busy_until = began_at + self.step_delay_s + rows * self.row_delay_s + proposing
+        self._busy_until = began_at + self.step_delay_s + rows * self.row_delay_s + reply.propose_ns / 1e9
         self._replies.append((self._busy_until, reply, request.lane))
         of_lane = sum(lane == request.lane for _, _, lane in self._replies)
         _require(of_lane <= 2, f"more than two requests of lane {request.lane} under way")
@@ -308,7 +308,8 @@ class FakeShardedClient:
             reply.proposal_counts.append(count)
             reply.proposal_tokens.extend(token_ids[:count])
             reply.proposal_logprobs.extend(logprobs[:count])
-        reply.propose_ns = int((1 + request.proposals) * self.propose_delay_s * 1e9)
+        seconds = (1 + request.proposals) * self.propose_delay_s + next(self.interruptions_s, 0.0)
+        reply.propose_ns = int(seconds * 1e9)
 
     def _blocks_of_states(self, ids: Sequence[int], blocks: Sequence[int]) -> list[tuple[int, list[int]]]:
         each = self.checkpoint_blocks

@@ -93,10 +93,19 @@ async def test_everyone_gets_the_tokens_that_they_get_alone(
 STEP_S, ROW_S, PASS_S = 0.01, 0.0001, 0.0008  # of a step, of each row, and of each pass of the model that proposes
 
 
-def served(chance: float, requests: Sequence[ValidRequest], **given: Any) -> tuple[list[StepRequest], list[float]]:
+def served(
+    chance: float,
+    requests: Sequence[ValidRequest],
+    *,
+    pass_s: float = PASS_S,
+    interruptions_s: Sequence[float] = (),
+    in_turn: bool = False,
+    **given: Any,
+) -> tuple[list[StepRequest], list[float]]:
     """Requests whose tokens a model proposes that is right so often: the steps, and when each request was complete.
 
-    Time is virtual, and the router takes none.
+    pass_s: what each of its passes takes; interruptions_s: what its first answers take longer; in_turn: whether each
+    request comes once the one before is complete. Time is virtual, and the router takes none.
     """
     limits: dict[str, Any] = {"speculate": MOST, "proposals": MOST, "speculative_method": "draft", **given}
     limits |= {"waiting_served_ratio": 0.0}
@@ -110,7 +119,8 @@ def served(chance: float, requests: Sequence[ValidRequest], **given: Any) -> tup
             propose=right_with(chance),
             step_delay_s=STEP_S,
             row_delay_s=ROW_S,
-            propose_delay_s=PASS_S,
+            propose_delay_s=pass_s,
+            interruptions_s=iter(interruptions_s),
             clock=clock,
         )
         batcher = Batcher(shards, byte_tokenizer(), settled, Metrics(settled), clock=clock)
@@ -120,7 +130,11 @@ def served(chance: float, requests: Sequence[ValidRequest], **given: Any) -> tup
             assert tokens_alone(request) == await token_ids_of(batcher.submit(request))
             ends[number] = clock()
 
-        await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests)))
+        asking = [ask(number, request) for number, request in enumerate(requests)]
+        if in_turn:
+            for one in asking:
+                await one
+        await asyncio.gather(*(() if in_turn else asking))
         await batcher.drain(1)
         await batching
         sent.extend(shards.requests)
@@ -165,3 +179,26 @@ def test_who_wants_no_guesses_hardly_waits_for_those_of_others() -> None:
     requests = [request_of(30, 400, seed) for seed in range(1, 8)] + [request_of(30, 400, 8, speculate=0)]
     _, ends = served(0.9, requests)
     assert ends[-1] < 1.04 * plain_seconds(8, 400) + 2 * (STEP_S + 8 * 30 * ROW_S)
+
+
+@pytest.mark.parametrize("num_slow", [1, 2])
+@pytest.mark.parametrize("slow", [4, 30])
+def test_slow_first_answers_say_little(slow: int, num_slow: int) -> None:
+    """A machine is busy when a model that is always right, and twelve times as quick, is asked for the first times."""
+    requests = [request_of(30, 120, seed) for seed in range(1, 4)]
+    steps, ends = served(
+        1.0, requests, pass_s=STEP_S / 12, interruptions_s=[slow * STEP_S] * num_slow, in_turn=True
+    )
+    assert len(num_proposals(steps[:60])) > 10
+    lengths = [end - begun for end, begun in zip(ends, [0.0, *ends], strict=False)]
+    assert lengths[0] < 0.7 * plain_seconds(1, 120) + num_slow * slow * STEP_S
+    assert max(lengths[1:]) < 0.5 * plain_seconds(1, 120)
+
+
+@pytest.mark.parametrize("chance", [0.0, 1.0])
+def test_a_slow_model_is_asked_a_few_times(chance: float) -> None:
+    """One that takes twice as long for a token as the served one gains nothing, however good it is."""
+    requests = [request_of(30, 400, seed) for seed in range(1, 4)]
+    steps, ends = served(chance, requests, pass_s=2 * STEP_S, in_turn=True)
+    assert 1 <= len(num_proposals(steps)) <= 6
+    assert ends[-1] < 1.02 * 3 * plain_seconds(1, 400) + 6 * (STEP_S + 30 * ROW_S)

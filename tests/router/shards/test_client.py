@@ -33,7 +33,8 @@ class StubShard(ShardServicer):  # type: ignore[misc]
 
     async def Info(self, request: Any, context: Any) -> pb.InfoReply:
         sizes = {"world_size": 2, "vocab_size": 256, "weight_bytes": self.rank, "block_size": 16}
-        return pb.InfoReply(model_type="fake", dtype="float32", **sizes)
+        proposes = {"most_proposals": 3, "proposes": "three heads"} if self.rank else {}  # as of a last stage
+        return pb.InfoReply(model_type="fake", dtype="float32", **sizes, **proposes)
 
     async def Warmup(self, request: Any, context: Any) -> pb.WarmupReply:
         if request.max_batch_total_tokens > 4096:
@@ -137,7 +138,8 @@ async def test_contract_of_the_end(open_shards: Any, tmp_path: Path) -> None:
 
 async def test_answers_of_all_ranks_are_merged(tmp_path: Path) -> None:
     async with real_shards(tmp_path) as shards:
-        assert (await shards.info()).weight_bytes == (0, 1)
+        info = await shards.info()
+        assert (info.weight_bytes, info.most_proposals, info.proposes) == ((0, 1), 3, "three heads")
         cache = await shards.warmup(max_batch_total_tokens=0, max_total_tokens=10)
         assert (cache.max_batch_total_tokens, cache.num_blocks) == (4080, 255)
         assert (cache.num_states, cache.checkpoint_blocks) == (8, 3)  # those of the rank that has some

@@ -14,17 +14,30 @@ from safetensors.torch import save_file
 
 from server.backends.cpu import Kernels
 from server.drafting.alignment import AlignedLogits
+from server.drafting.draft_model import Followed
 from server.drafting.load import refuse_other_vocabulary
+from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
 from server.stepping.engine import Engine
 from tests.server.checkpoints import Checkpoints
 from tests.server.conftest import DEMO
-from tests.server.driver import Asking, Prompt, Repeating, generate, load_engine
+from tests.server.driver import GREEDY, Asking, Prompt, Repeating, generate, load_engine
 from tests.server.model.test_pipeline import pipeline
 from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.stepping.test_drafts import SIZES, long_prompts, prompts, results
 
+# Files that are JSON, and no tokenizer.
+SPOILT = (
+    "{}",
+    '{"model": null}',
+    '{"model": {"vocab": 3}}',
+    '{"model": {"vocab": "abc"}}',
+    '{"model": {"vocab": [1]}}',
+    '{"model": {"vocab": [[["a"], 1]]}}',
+    '{"model": {}, "added_tokens": 3}',
+    '{"model": {}, "added_tokens": [{}]}',
+)
 DRAFT: dict[str, Any] = {"speculate": 5, "speculative_method": "draft"}
 
 
@@ -115,6 +128,39 @@ def test_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
     assert [expected] * 2 == run_ranks([*expected], 2, tmp_path / "rendezvous")
 
 
+def test_what_was_proposed_is_forgotten_once_others_stand_in_its_places() -> None:
+    followed = Followed(4, proposed=[5, 6])  # at positions 4 and 5
+    followed.know(4, [9])
+    followed.compute(1)
+    followed.know(5, [5, 8])
+    followed.confirm()
+    assert (5, [5, 8]) == (followed.computed, followed.pending)
+
+
+def test_steps_that_fail_beside_the_model_leave_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
+    assert engine.proposer is not None
+
+    def step(id: int, **asked: Any) -> pb.StepRequest:
+        request = pb.StepRequest(chunk_ids=[id], chunk_tokens=[3], **asked)
+        request.add.add(id=id, token_ids=[7, 8, 9], blocks=[id], sampling=GREEDY)
+        return request
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("too little is free")
+
+    for name, asked in (("propose", {"proposals": 2, "proposed_ids": [1]}), ("follow", {})):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.proposer, name, fail)
+            with pytest.raises(MemoryError, match="too little is free"):
+                engine.launch(step(1, **asked))
+    steps = [engine.launch(step(id)) for id in (1, 2)]
+    assert steps == [*engine._unread]
+    last = engine.launch(pb.StepRequest(decode=True, proposals=2, proposed_ids=[1, 2]))
+    assert last is not None and all(launched.is_read for launched in engine._unread)
+    assert [2, 2] == [len(proposal.token_ids) for proposal in last.finish().proposals]
+
+
 def test_it_catches_up_a_part_at_a_time(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.drafting.draft_model.MOST_BEHIND", 5)
     engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
@@ -167,6 +213,25 @@ def test_tokenizers_are_compared(tmp_path: Path) -> None:
     refuse_other_vocabulary(folders[0], folders[1], 4, 64)
     with pytest.raises(ValueError, match="1 tokens differ, of which the first is '<s>'"):
         refuse_other_vocabulary(folders[2], folders[0], 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        *((text, "does not list tokens as the library tokenizers does: download it again") for text in SPOILT),
+        ('{"model": {"vocab": {"' + "x" * 10_000 + '": 0}}}', "1 tokens differ, of which the first is 'x{79}: use"),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "tokenizer.json").write_text('{"model": {}, "added_tokens": null}')
+    (tmp_path / "draft" / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=told) as refusal:
+        refuse_other_vocabulary(tmp_path / "draft", tmp_path, 4, 4)
+    assert len(str(refusal.value)) < 300 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [90, 103, 120])

@@ -56,6 +56,7 @@ class Layout:
     num_layers: int = 1
     own_embedding: bool = True
     own_head: bool = True
+    is_biased: bool = False
     width: int = WIDTH
     switches: dict[str, bool] = field(default_factory=dict)
 
@@ -83,7 +84,8 @@ def tensors_of(layout: Layout) -> dict[str, Tensor]:
     """Random ones, large enough that each of them matters."""
     generator = torch.Generator().manual_seed(5)
     width, heads, kv_heads = layout.width, HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {"fc": (width, layout.num_taps * WIDTH), "norm": (width,)}
+    shapes: dict[str, tuple[int, ...]] = {"fc": (width, layout.num_taps * WIDTH), "norm": (width,)}
+    biased: dict[str, tuple[int, ...]] = {"fc": (width,)} if layout.is_biased else {}
     for index in range(layout.num_layers):
         name, inputs = (layout.layer_name, 2 * width) if index == 0 else (f"layers.{index}", width)
         sizes = {"q": (heads, inputs), "k": (kv_heads, inputs), "v": (kv_heads, inputs), "o": (width, heads)}
@@ -92,6 +94,8 @@ def tensors_of(layout: Layout) -> dict[str, Tensor]:
         shapes |= {f"{name}.mlp.down_proj": (width, MLP)}
         norms = ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if index == 0 else ()))
         shapes |= {f"{name}.{norm}": (width,) for norm in norms}
+        if layout.is_biased:
+            biased |= {f"{name}.self_attn.{role}_proj": (len_of,) for role, (len_of, _) in sizes.items() if role != "o"}
         if layout.kind == "qwen3":
             shapes |= {f"{name}.self_attn.{norm}": (HEAD_DIM,) for norm in ("q_norm", "k_norm")}
     if layout.own_head:
@@ -103,6 +107,7 @@ def tensors_of(layout: Layout) -> dict[str, Tensor]:
     if layout.switches.get("norm_before_fc"):
         shapes["input_norm"] = (layout.num_taps * WIDTH,)
     found = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    found |= {f"{name}.bias": torch.randn(shape, generator=generator) for name, shape in biased.items()}
     return found | (vocabulary_of(generator) if layout.known < VOCABULARY else {})
 
 
@@ -148,6 +153,9 @@ class PlainHead:
     def weight(self, name: str) -> Tensor:
         return self.tensors[f"{name}.weight"]
 
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight(name), self.tensors.get(f"{name}.bias"))
+
     def norm(self, name: str, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight(name), EPS)
 
@@ -157,7 +165,7 @@ class PlainHead:
         if self.layout.switches.get("fc_norm"):
             parts = read.chunk(self.layout.num_taps, dim=1)
             read = torch.cat([self.norm(f"fc_norm.{tap}", part) for tap, part in enumerate(parts)], dim=1)
-        return read @ self.weight("fc").t()
+        return self.linear("fc", read)
 
     def hidden(self, following: Sequence[int], x: Tensor) -> Tensor:
         embedding = self.weight("embed_tokens") if self.layout.own_embedding else self.shared[0]
@@ -182,7 +190,7 @@ class PlainHead:
 
     def attended(self, name: str, x: Tensor) -> Tensor:
         q, k, v = (
-            (x @ self.weight(f"{name}.self_attn.{role}_proj").t()).unflatten(1, (-1, HEAD_DIM)).transpose(0, 1)
+            self.linear(f"{name}.self_attn.{role}_proj", x).unflatten(1, (-1, HEAD_DIM)).transpose(0, 1)
             for role in ("q", "k", "v")
         )
         if self.layout.kind == "qwen3":
@@ -220,6 +228,7 @@ LAYOUTS = {
     "original": Layout(taps=(1, 2), num_taps=2),
     "original-its-layers": Layout(),  # 2, 3 // 2 and 3 - 3
     "original-shared": Layout(taps=(0, 2), num_taps=2, known=VOCABULARY, own_embedding=False, own_head=False),
+    "original-biased": Layout(kind="qwen2", taps=(1, 2), num_taps=2, is_biased=True),
     "original-narrow": Layout(taps=(0, 1, 2), width=32),
     "speculators": Layout(is_original=False, taps=(0, 1, 2), switches=dict.fromkeys(SWITCHES, False)),
     "speculators-normed": Layout(
@@ -321,7 +330,9 @@ def test_stages_are_refused(checkpoints: Checkpoints, kernels: Kernels, tmp_path
     [
         ({"vocab_size": 104}, "for a model with tokens: 104, and the model has 103"),
         ({"target_hidden_size": 32}, "with hidden states of so many numbers: 32, and the model has 64"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, "before layers 2, 4, and the model has 3"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, "before layers 2, 4, of which each must be another one from 0 to 3"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0]}}, "before layers 1, 1, of which each must be an"),
+        ({"vocab_size": "x"}, "--speculative-model .*: config.json says vocab_size 'x', which must be"),
         ({"eagle_config": None}, "reads 128 numbers of each token, and 3 layers of the model have 192"),
         ({"eagle_config": [1]}, "eagle_config \\[1\\], which must be an object"),
         ({"draft_vocab_size": "50"}, "draft_vocab_size '50', which must be a whole number"),
@@ -350,6 +361,7 @@ def test_what_does_not_fit_is_refused(
         ({"d2t": -torch.arange(KNOWN)}, "d2t of --speculative-model does not give each of its 50"),
         ({"fc__bias": torch.zeros(WIDTH), "midlayer__other": torch.zeros(1)}, "does not use: midlayer.other"),
         ({"lm_head__weight": torch.zeros(KNOWN + 1, WIDTH)}, "tensor lm_head.weight .* has shape"),
+        ({"fc__weight": torch.ones(())}, "reads 0 numbers of each token, and 2 layers of the model have 128"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -147,7 +147,8 @@ def test_the_last_stage_has_them(checkpoints: Checkpoints, kernels: Kernels, tmp
         check_proposals(*check_answers(stages, make=plain_prompts), propose)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("own_heads", [True, pytest.param(False, marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("own_heads", [True, False])
 def test_ranks_divide_them(checkpoints: Checkpoints, tmp_path: Path, own_heads: bool) -> None:
     served, folder, _ = case(checkpoints, tmp_path / "heads", "llama", own_heads=own_heads)
     model = f"{served}?{folder}"
@@ -164,6 +165,11 @@ def rename(folder: Path) -> None:
     (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
 
 
+def flatten(folder: Path) -> None:
+    path = folder / "medusa_lm_head.safetensors"
+    save_file(load_file(path) | {"0.1.weight": torch.ones(())}, path)
+
+
 @pytest.mark.parametrize(
     ("change", "settings", "told"),
     [
@@ -171,7 +177,9 @@ def rename(folder: Path) -> None:
         (partial(spoil, medusa_num_heads=2), {}, "tensors that this architecture does not use: 2.0.linear.bias"),
         (partial(spoil, medusa_num_heads=4), {}, "tensor 3.0.linear.weight is missing"),
         (partial(spoil, medusa_num_heads="3"), {}, "medusa_num_heads '3', which must be a whole number"),
+        (partial(spoil, medusa_num_heads=None), {}, "--speculative-model .*: config.json says model_type ''; served are"),
         (partial(save, width=64, vocab_size=104), {}, "has 104 tokens and the model 103"),
+        (flatten, {}, "has 0 tokens and the model 103"),
         (rename, {}, "no \\*.safetensors but medusa_lm_head.pt: take one in that format"),
         (
             spoil,

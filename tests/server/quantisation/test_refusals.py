@@ -280,10 +280,12 @@ def test_configs_of_their_own_count_where_config_json_has_none(without_weights: 
     assert re.search("quantize_config.json cannot be read.*not a regular file", refusal(tmp_path))
 
 
-def test_only_gguf_is_refused_by_name(without_weights: Path, tmp_path: Path) -> None:
+def test_gguf_and_pt_are_refused_by_name(without_weights: Path, tmp_path: Path) -> None:
     shutil.copy(without_weights / "config.json", tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     assert re.search(r"model-Q4_K_M\.gguf, and GGUF is not served: \*\.safetensors or", refusal(tmp_path))
+    (tmp_path / "a.pt").write_bytes(b"PK")
+    assert re.search(r"a\.pt, and \*\.pt is not read: \*\.safetensors or", refusal(tmp_path))
 
 
 def down_proj(change: Callable[[dict[str, Tensor], str], object]) -> Callable[[dict[str, Tensor]], object]:
