@@ -36,7 +36,7 @@ class Draft:
             )
         )
         # Tokens that are alike for the model are so from the start.
-        table = self.model.get_input_embeddings().weight.data
+        table = self.model.model.embed_tokens.weight.data
         left, sizes, _ = torch.linalg.svd(target.table, full_matrices=False)
         table.copy_(functional.normalize((left * sizes)[:, : table.shape[1]], dim=1))
 

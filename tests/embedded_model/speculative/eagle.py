@@ -23,6 +23,7 @@ from tests.embedded_model.speculative.target import Seen, Target, distance
 TAPS = (1, 2, 3)  # layers before which the residual stream is read
 KNOWN = 704  # tokens that it can guess: nine of ten that occur
 COUNTED_BATCHES = 200
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 UNROLLED = 3
 LATER = 0.8  # weight of each unrolled pass against the one before it
 HEAD_SEED = 7  # of the texts that say which tokens it knows
@@ -35,9 +36,9 @@ def config(target: Target) -> LlamaConfig:
         hidden_size=target.model.config.hidden_size,
         intermediate_size=96,
         num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
         max_position_embeddings=train.CONTEXT,
         rms_norm_eps=1e-5,
         bos_token_id=train.BOS_ID,
@@ -57,15 +58,16 @@ def frequent(target: Target) -> Tensor:
 class Attention(nn.Module):
     """Over inputs twice as wide: embeddings beside hidden states."""
 
+    frequencies: Tensor  # [H / 2]
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        width, (heads, kv_heads, head_dim) = config.hidden_size, self.sizes
-        self.q_proj = nn.Linear(2 * width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * width, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * width, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
-        exponents = torch.arange(0, head_dim, 2) / head_dim
+        width = config.hidden_size
+        self.q_proj = nn.Linear(2 * width, HEADS * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(2 * width, KV_HEADS * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(2 * width, KV_HEADS * HEAD_DIM, bias=False)
+        self.o_proj = nn.Linear(HEADS * HEAD_DIM, width, bias=False)
+        exponents = torch.arange(0, HEAD_DIM, 2) / HEAD_DIM
         self.register_buffer("frequencies", 10_000.0**-exponents, persistent=False)
 
     def forward(self, inputs: Tensor, later: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -74,22 +76,21 @@ class Attention(nn.Module):
         inputs: [R, T, 2D]; keys, values: [R, N, T, H] of every pass so far, to which these are added.
         """
         rows, length, _ = inputs.shape
-        heads, kv_heads, head_dim = self.sizes
         query, key, value = (
-            part(inputs).view(rows, length, -1, head_dim).transpose(1, 2)
+            part(inputs).view(rows, length, -1, HEAD_DIM).transpose(1, 2)
             for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = self._turned(query, later), self._turned(key, later)
-        keys.append(key.repeat_interleave(heads // kv_heads, dim=1))
-        values.append(value.repeat_interleave(heads // kv_heads, dim=1))
+        keys.append(key.repeat_interleave(HEADS // KV_HEADS, dim=1))
+        values.append(value.repeat_interleave(HEADS // KV_HEADS, dim=1))
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         first = (query @ keys[0].transpose(-1, -2)).masked_fill(~causal, -torch.inf)
         own = [(query * k).sum(-1, keepdim=True) for k in keys[1:]]
-        shares = (torch.cat((first, *own), dim=-1) * head_dim**-0.5).softmax(-1)
+        shares = (torch.cat((first, *own), dim=-1) * HEAD_DIM**-0.5).softmax(-1)
         context = shares[..., :length] @ values[0]
         for i, v in enumerate(values[1:]):
             context = context + shares[..., length + i, None] * v
-        return self.o_proj(context.transpose(1, 2).reshape(rows, length, heads * head_dim))
+        return self.o_proj(context.transpose(1, 2).reshape(rows, length, HEADS * HEAD_DIM))
 
     def _turned(self, x: Tensor, later: int) -> Tensor:
         angles = (torch.arange(x.shape[2]) + later)[:, None] * self.frequencies
@@ -100,6 +101,10 @@ class Attention(nn.Module):
 
 class MidLayer(nn.Module):
     """The one layer."""
+
+    input_layernorm: LlamaRMSNorm
+    hidden_norm: LlamaRMSNorm
+    post_attention_layernorm: LlamaRMSNorm
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -142,7 +147,9 @@ class Eagle(nn.Module):
         return dict(self.named_parameters())
 
     def loss(self, seen: Seen) -> Tensor:
-        hidden, keys, values, parts = self.features(seen)[:, :-1], [], [], []
+        hidden, parts = self.features(seen)[:, :-1], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         for later in range(UNROLLED):
             token_ids = functional.pad(seen.ids[:, 1 + later :], (0, later))
             hidden = self.midlayer(functional.embedding(token_ids, self.table), hidden, later, keys, values)
@@ -152,8 +159,10 @@ class Eagle(nn.Module):
 
     @torch.no_grad()
     def guesses(self, seen: Seen, place: int, most: int) -> list[int]:
-        hidden, keys, values = self.features(seen)[:, : place + 1], [], []
-        token_ids, found = seen.ids[:, 1 : place + 2], []
+        hidden, found = self.features(seen)[:, : place + 1], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        token_ids = seen.ids[:, 1 : place + 2]
         for later in range(most):
             hidden = self.midlayer(functional.embedding(token_ids, self.table), hidden, later, keys, values)
             token_ids = self.known[self.lm_head(self.norm(hidden)).argmax(-1)]

@@ -1,7 +1,7 @@
 """Trains a speculative model of the embedded one, writes its folder, and says how far its guesses are right.
 
 Everything comes from a seed and a number of steps. Left out: sampled texts, which the engine judges
-(`tests/embedded_model/speculative/acceptance.py`).
+(`tests/server/drafting/acceptance.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def optimizers_of(student: Student) -> list[torch.optim.Optimizer]:
 def take_step(student: Student, optimizers: Sequence[torch.optim.Optimizer], seen: Seen, factor: float) -> float:
     """One step on one batch; the loss."""
     loss = student.loss(seen)
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(list(student.trained.values()), 1.0)
     for optimizer, rate in zip(optimizers, (train.MATRIX_RATE, train.OTHER_RATE), strict=True):
         for group in optimizer.param_groups:

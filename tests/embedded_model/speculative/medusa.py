@@ -23,10 +23,11 @@ class Medusa(nn.Module):
     def __init__(self, target: Target) -> None:
         super().__init__()
         width = target.model.config.hidden_size
-        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(HEADS))
-        for linear in self.linears:
+        linears = [nn.Linear(width, width) for _ in range(HEADS)]
+        for linear in linears:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
+        self.linears = nn.ModuleList(linears)
         self.head = target.head
 
     def logits(self, hidden: Tensor, number: int) -> Tensor:

@@ -186,9 +186,7 @@ def test_who_wants_no_guesses_hardly_waits_for_those_of_others() -> None:
 def test_slow_first_answers_say_little(slow: int, num_slow: int) -> None:
     """A machine is busy when a model that is always right, and twelve times as quick, is asked for the first times."""
     requests = [request_of(30, 120, seed) for seed in range(1, 4)]
-    steps, ends = served(
-        1.0, requests, pass_s=STEP_S / 12, interruptions_s=[slow * STEP_S] * num_slow, in_turn=True
-    )
+    steps, ends = served(1.0, requests, pass_s=STEP_S / 12, interruptions_s=[slow * STEP_S] * num_slow, in_turn=True)
     assert len(num_proposals(steps[:60])) > 10
     lengths = [end - begun for end, begun in zip(ends, [0.0, *ends], strict=False)]
     assert lengths[0] < 0.7 * plain_seconds(1, 120) + num_slow * slow * STEP_S

@@ -330,8 +330,14 @@ def test_stages_are_refused(checkpoints: Checkpoints, kernels: Kernels, tmp_path
     [
         ({"vocab_size": 104}, "for a model with tokens: 104, and the model has 103"),
         ({"target_hidden_size": 32}, "with hidden states of so many numbers: 32, and the model has 64"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, "before layers 2, 4, of which each must be another one from 0 to 3"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0]}}, "before layers 1, 1, of which each must be an"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}},
+            "before layers 2, 4, of which each must be another one from 0 to 3",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0]}},
+            "before layers 1, 1, of which each must be an",
+        ),
         ({"vocab_size": "x"}, "--speculative-model .*: config.json says vocab_size 'x', which must be"),
         ({"eagle_config": None}, "reads 128 numbers of each token, and 3 layers of the model have 192"),
         ({"eagle_config": [1]}, "eagle_config \\[1\\], which must be an object"),

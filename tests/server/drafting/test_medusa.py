@@ -177,7 +177,11 @@ def flatten(folder: Path) -> None:
         (partial(spoil, medusa_num_heads=2), {}, "tensors that this architecture does not use: 2.0.linear.bias"),
         (partial(spoil, medusa_num_heads=4), {}, "tensor 3.0.linear.weight is missing"),
         (partial(spoil, medusa_num_heads="3"), {}, "medusa_num_heads '3', which must be a whole number"),
-        (partial(spoil, medusa_num_heads=None), {}, "--speculative-model .*: config.json says model_type ''; served are"),
+        (
+            partial(spoil, medusa_num_heads=None),
+            {},
+            "--speculative-model .*: config.json says model_type ''; served are",
+        ),
         (partial(save, width=64, vocab_size=104), {}, "has 104 tokens and the model 103"),
         (flatten, {}, "has 0 tokens and the model 103"),
         (rename, {}, "no \\*.safetensors but medusa_lm_head.pt: take one in that format"),
