@@ -113,7 +113,10 @@ class ProposeCosts:
         count = min(count + 1, MEMORY)
         if count > 1:
             seconds = min(seconds, CREDIT * mean)
-        of_kind[tokens] = mean + (seconds - mean) / count, count
+        mean += (seconds - mean) / count
+        for fewer in [known for known, (took, _) in of_kind.items() if known < tokens and took > mean]:
+            del of_kind[fewer]  # more take less now
+        of_kind[tokens] = mean, count
 
     def _nearest(self, sequences: int) -> dict[int, tuple[float, int]]:
         wanted = 2 * math.log2(sequences)

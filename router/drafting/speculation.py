@@ -248,8 +248,11 @@ class Speculation:
             most = most if poor else most // 2
         return nums_of(self._most, min(least, *patience))
 
-    def ask(self, candidates: Sequence[Candidate]) -> Asking:
-        """How many tokens to have proposed, and for whom, in a step in which these get tokens, and no others."""
+    def ask(self, candidates: Sequence[Candidate], *, may_try: bool = True) -> Asking:
+        """How many tokens to have proposed, and for whom, in a step in which these get tokens, and no others.
+
+        may_try: whether also to find out whether that pays; a step with prompts tells little.
+        """
         batch = len(candidates)
         plain = self.costs.plain(batch)
         if math.isinf(plain):
@@ -279,7 +282,9 @@ class Speculation:
                 extra = seconds - plain
                 if all(gain * plain >= extra or one >= extra for gain, one in zip(gains, patience, strict=True)):
                     found, most_rate = Asking(most, [place for _, place in ranked[:num]]), tokens / seconds
-        return found if found.most else self._trial(plain, patience, [place for _, place in ranked])
+        if found.most or not may_try:
+            return found
+        return self._trial(plain, patience, [place for _, place in ranked])
 
     def _promise(self, candidate: Candidate, plain: float) -> list[float]:
         """How many of its proposals would be right; none where it cannot have any, or its text says more."""
@@ -346,7 +351,9 @@ class Speculation:
 
     def _known_seconds(self, batch: int, num_guesses: int) -> float:
         """Of a step with so many guesses, before it is measured."""
-        return next(islice(self.costs.drafted(batch), num_guesses - 1, None)) if num_guesses else self.costs.plain(batch)
+        if not num_guesses:
+            return self.costs.plain(batch)
+        return next(islice(self.costs.drafted(batch), num_guesses - 1, None))
 
     def _proposing(self, asked: Asked, plain: float, *, is_pure: bool) -> float:
         """What proposals took for which there is a reason. is_pure: behind prompts a model has more to follow."""

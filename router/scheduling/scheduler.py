@@ -257,7 +257,8 @@ class Scheduler(Generic[S]):
                 entry.came = 0 if guess else None  # without guesses the shards know what it gets
         awaiting = [entry for entry, guess in self._guesses(under_way, decoding, grown, prefill_tokens) if guess]
         if drafts or awaiting:
-            decoding[:] = [entry for entry in decoding if entry.id not in drafts and entry not in awaiting]
+            gone = drafts.keys() | {entry.id for entry in awaiting}
+            decoding[:] = [entry for entry in decoding if entry.id not in gone]
         return drafts, awaiting
 
     def _guesses(
@@ -296,8 +297,9 @@ class Scheduler(Generic[S]):
         if not reached or not speculation.may_pay(len(reached)):
             return 0, ()
         candidates = [Candidate(self._drafting(entry), self._draftable(entry, num)) for entry, num in reached.items()]
-        asked = speculation.ask(candidates)
-        proposed = [entry for place, entry in enumerate(reached) if place in asked.places]
+        asked = speculation.ask(candidates, may_try=not (chunks or fresh))
+        places = {*asked.places}
+        proposed = [entry for place, entry in enumerate(reached) if place in places]
         if self.forecast is not None:
             new = {entry for entry, _ in fresh}  # they have their first blocks
             for entry in proposed:

@@ -124,9 +124,9 @@ class DraftModel:
             return []
         assert self._passes is not None, "the engine opens it with its cache"
         proposals = self._passes.propose(links)
+        sequences = {link.sequence.id: link.sequence for link in links}
         for id, token_ids, _ in proposals:
-            sequence = next(link.sequence for link in links if link.sequence.id == id)
-            sequence.followed.proposed = list(token_ids[:-1])
+            sequences[id].followed.proposed = list(token_ids[:-1])
         return proposals
 
     def _room(self, sequence: SequenceState) -> int:

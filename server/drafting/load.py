@@ -95,7 +95,9 @@ def refuse_unserved(folder: Path, hf_config: Mapping[str, Any]) -> None:
     served = "a draft model, Medusa heads as TGI reads them, or an EAGLE-3 head"
     kind = hf_config.get("speculators_model_type") or hf_config.get("model_type")
     if kind in UNSERVED or ("speculators_model_type" in hf_config and kind != "eagle3"):
-        raise ValueError(f"--speculative-model is of the kind {kind!r:.{MOST_SHOWN}}, which is not served: use {served}")
+        raise ValueError(
+            f"--speculative-model is of the kind {kind!r:.{MOST_SHOWN}}, which is not served: use {served}"
+        )
     if not any(folder.glob("*.safetensors")):
         other = next((f" but {path.name}" for end in ("bin", "pt") for path in sorted(folder.glob(f"*.{end}"))), "")
         raise ValueError(

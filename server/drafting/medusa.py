@@ -152,8 +152,8 @@ def _load_head(weights: Weights, num_blocks: int, served: Served) -> MedusaHead:
     rows = list(weights.checkpoint.shape_of(f"{weights.name_of('head')}.weight")[:1])
     if rows != [served.model.vocab_size]:
         raise ValueError(
-            f"--speculative-model has {sum(rows)} tokens and the model {served.model.vocab_size}: use one that was trained "
-            "for this model"
+            f"--speculative-model has {sum(rows)} tokens and the model {served.model.vocab_size}: use one that was "
+            "trained for this model"
         )
     plain = replace(served.model.spec, tied_head=False, unit_head=False, head_bias=False, head_scale=1.0, logit_cap=0.0)
     return MedusaHead(blocks, load_head(weights, plain, None, make))
