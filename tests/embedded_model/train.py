@@ -200,12 +200,13 @@ def attention_bias(length: int, heads: int) -> torch.Tensor:
     return bias.masked_fill(distance > 0, -math.inf)[None]
 
 
-def fast_logits(model: BloomForCausalLM, ids: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The model's own forward pass with fused attention, about a quarter faster on a CPU."""
+def streams(model: BloomForCausalLM, ids: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+    """The residual stream [R, T, D] before each layer and behind the last, with fused attention."""
     body, heads = model.transformer, model.config.n_head
     hidden = body.word_embeddings_layernorm(body.word_embeddings(ids))
     rows, length, size = hidden.shape
     blocks: Iterable[Any] = body.h
+    found = [hidden]
     for block in blocks:
         attention, mlp = block.self_attention, block.mlp
         fused = attention.query_key_value(block.input_layernorm(hidden))
@@ -216,7 +217,13 @@ def fast_logits(model: BloomForCausalLM, ids: torch.Tensor, bias: torch.Tensor) 
         hidden = hidden + attention.dense(context.transpose(1, 2).reshape(rows, length, size))
         inner = mlp.dense_h_to_4h(block.post_attention_layernorm(hidden))
         hidden = hidden + mlp.dense_4h_to_h(functional.gelu(inner, approximate="tanh"))
-    return model.lm_head(body.ln_f(hidden))
+        found.append(hidden)
+    return found
+
+
+def fast_logits(model: BloomForCausalLM, ids: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The model's own forward pass with fused attention, about a quarter faster on a CPU."""
+    return model.lm_head(model.transformer.ln_f(streams(model, ids, bias)[-1]))
 
 
 def rate_factor(step: int, steps: int) -> float:
