@@ -10,7 +10,7 @@ how long the contexts of a step are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 MEMORY = 16  # steps of one kind that count
@@ -80,15 +80,14 @@ class StepCosts:
         start, plain = self.plain(batch), self._plain.fresh(self.num_steps)
         known = {**plain, **self._drafted.fresh(self.num_steps)}
         above = {kind: point for kind, point in known.items() if point[0] > batch}
-        yield from self._line({-1: (float(batch), start), **above}, batch + 1)
+        yield from (max(start, seconds) for seconds in self._line({-1: (float(batch), start), **above}, batch + 1))
 
     def _line(self, points: dict[int, tuple[float, float]], rows: int) -> Iterator[float]:
         """Seconds for these rows, and each more: never less than for fewer."""
         if not points:
             yield from repeat(math.inf)
         left = (0.0, 0.0)
-        for right in sorted(points.values()):
-            right = right[0], max(left[1], right[1])
+        for right in _not_interrupted(sorted(points.values())):
             if left == (0.0, 0.0):
                 left = 0.0, right[1]
             while rows <= right[0]:
@@ -98,3 +97,12 @@ class StepCosts:
         while True:
             yield left[1] + self._row_seconds * (rows - left[0])
             rows += 1
+
+
+def _not_interrupted(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same rows and seconds, ascending: none took longer than more rows did, but for what came between."""
+    lowest, found = math.inf, list[tuple[float, float]]()
+    for rows, seconds in reversed(points):
+        lowest = min(lowest, seconds)
+        found.append((rows, lowest))
+    return found[::-1]

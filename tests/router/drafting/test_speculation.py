@@ -235,3 +235,15 @@ def test_files_that_are_repeated_with_changes_come_much_quicker(batch: int, leas
     texts = [tokenizer.encode(edited(path.read_text(), random)).ids[:1500] for path in paths]
     taken = seconds_for(texts, [NgramDrafter(prompt) for prompt in prompts], cpu)
     assert len(texts[0]) * cpu(batch) > least * taken
+
+
+def test_one_interrupted_step_does_not_end_guessing() -> None:
+    costs = StepCosts()
+    for _ in range(100):
+        costs.note(1, 0.07, has_drafts=False)
+    for _ in range(12):
+        costs.note(9, 0.12, has_drafts=True)
+    chances = [[0.9**n for n in range(1, 9)]]
+    assert [8] == allot(chances, 0, costs)
+    costs.note(2, 2.0, has_drafts=True)
+    assert [8] == allot(chances, 0, costs)
