@@ -13,20 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from server.blocks import BLOCK_SIZE
-from server.drafting.chain import Chain, Link
+from server.drafting.chain import Link
+from server.drafting.passes import Passes
 from server.model.transformer import Transformer
-from server.stepping.batch import Forward, Layout, Tables
-from server.stepping.decoding import Decoding
-from server.stepping.graphs import DecodeGraphs, Form
+from server.stepping.batch import Layout
 from server.stepping.proposals import Came, Proposal, Surroundings
 from server.stepping.sampling import Chosen
-from server.stepping.sequences import SequenceState, StepRuns, TokenRun
+from server.stepping.sequences import SequenceState, StepRuns
 
 MOST_BEHIND = 512  # tokens of one sequence that it catches up with in a step: all the step's sequences wait for them
 
@@ -79,14 +78,13 @@ class DraftModel:
         self.description = f"{name}, a draft model of {model.spec.num_layers} layers"
         self._model = model
         self._logits = logits
-        self._passes: Passes | None = None
+        self._passes: DraftPasses | None = None
 
     def open(self, around: Surroundings) -> None:
-        self._passes = Passes(self._model, self._logits, around)
+        self._passes = DraftPasses(self._model, self._logits, around)
 
     def captures(self) -> Sequence[Callable[[], None]]:
-        graphs = None if self._passes is None else self._passes.graphs
-        return [] if graphs is None else graphs.captures()
+        return [] if self._passes is None else self._passes.passes.captures()
 
     def close(self) -> None:
         self._passes = None
@@ -150,33 +148,21 @@ class DraftModel:
             self._passes.compute(list(behind.values()))
 
 
-class Passes:
-    """The passes of a draft model over one cache."""
+class DraftPasses:
+    """What a draft model computes over one cache."""
 
     def __init__(self, model: Transformer, logits: Callable[[Tensor], Tensor], around: Surroundings) -> None:
-        self._model = model
-        self._logits = logits
-        self._caches = around.caches
-        self._device = around.device
-        self._chain = Chain(around.chooser, around.device, around.vocabulary.size)
-        # Latest tokens of its own, which run ahead of the model's, beside the same blocks.
-        self._tables = Tables(torch.zeros_like(around.tables.last_tokens), around.tables.entries, None)
-        self.graphs = None
-        if around.capture is not None:
-            decode = Decoding(self._hidden, logits, around.vocabulary)
-            self.graphs = DecodeGraphs(
-                around.capture, decode, around.device, self._tables, most=around.most, has_encoder=False
-            )
+        self.passes = Passes(lambda forward: model.run(forward, around.caches).hidden, logits, around)
 
     def propose(self, links: Sequence[Link]) -> list[Proposal]:
         """Compute what is pending, and tokens behind it."""
-        return self._chain(links, self._first(links), self._next)
+        return self.passes.chain(links, self._first(links), lambda *of: self.passes.next(*of)[0])
 
     def compute(self, behind: Sequence[tuple[SequenceState, int]]) -> Tensor:
         """Compute so many pending tokens of each sequence; the hidden states [T, D]."""
         spans = [(sequence.row, sequence.followed.computed, count) for sequence, count in behind]
         known = [id for sequence, count in behind for id in sequence.followed.pending[:count]]
-        hidden = self._hidden(self._forward(Layout.of(spans, known)))
+        hidden = self.passes.run(self.passes.forward(Layout.of(spans, known)))
         for sequence, count in behind:
             sequence.followed.compute(count)
         return hidden
@@ -185,33 +171,5 @@ class Passes:
         counts = [len(link.sequence.followed.pending) for link in links]
         latest = [link.sequence.followed.pending[-1] for link in links]
         hidden = self.compute([(link.sequence, count) for link, count in zip(links, counts, strict=True)])
-        ends = self._device.upload([end - 1 for end in accumulate(counts)])
-        return self._choose(links, hidden[ends], 0, self._device.upload(latest))
-
-    def _next(self, links: Sequence[Link], token_ids: Tensor, place: int) -> Chosen:
-        """The token at this place of each link's proposals, behind the one before, which the tables know."""
-        runs = [TokenRun(link.sequence, link.end + place - 1, 1) for link in links]
-        if self.graphs is None or not self.graphs.takes(len(runs)):
-            spans = [(run.sequence.row, run.start, 1) for run in runs]
-            hidden = self._hidden(self._forward(Layout.of(spans, [], len(spans))))
-            return self._choose(links, hidden, place, token_ids)
-        has_settings = any(link.has_history or link.sequence.choice.is_constrained for link in links)
-        form = Form.HIDDEN if has_settings else self.graphs.form_of(runs)
-        found = self.graphs.run(runs, form)
-        if form is Form.HIDDEN:
-            return self._choose(links, found[0], place, token_ids)
-        return Chosen(found[0].clone(), found[1].clone())
-
-    def _choose(self, links: Sequence[Link], hidden: Tensor, place: int, previous: Tensor) -> Chosen:
-        chosen = self._chain.chosen(links, lambda part: self._logits(hidden[part]), place=place, previous=previous)
-        self._tables.keep(self._device.upload([link.sequence.row for link in links]), chosen.token_ids)
-        return chosen
-
-    def _forward(self, layout: Layout) -> Forward:
-        token_ids, meta = self._tables.step(layout, self._device.upload(layout.numbers))
-        counts = [end - start for start, end in pairwise(layout.starts)]
-        lengths = [first + count for first, count in zip(layout.firsts, counts, strict=True)]
-        return Forward([], token_ids, replace(meta, context_lengths=lengths), None, None)
-
-    def _hidden(self, forward: Forward) -> Tensor:
-        return self._model.run(forward, self._caches).hidden
+        ends = self.passes.device.upload([end - 1 for end in accumulate(counts)])
+        return self.passes.choose(links, hidden[ends], 0, self.passes.device.upload(latest))

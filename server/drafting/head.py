@@ -12,8 +12,8 @@ Shapes: R rows, T tokens of a pass, F features of a token, D of them that a pass
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,11 +21,10 @@ from torch import Tensor
 
 from server.backends.protocol import StepMeta
 from server.blocks import BLOCK_SIZE
-from server.drafting.chain import Chain, Link
-from server.stepping.batch import Carried, Forward, Layout, Tables
+from server.drafting.chain import Link
+from server.drafting.passes import Passes
+from server.stepping.batch import Forward, Layout
 from server.stepping.cache import KVShape
-from server.stepping.decoding import Decoding
-from server.stepping.graphs import DecodeGraphs, Form
 from server.stepping.proposals import Came, Proposal, Surroundings
 from server.stepping.sampling import Chosen
 from server.stepping.sequences import SequenceState, StepRuns, TokenRun
@@ -126,14 +125,13 @@ class HeadProposer:
         self.description = head.description
         self.most = most
         self._head = head
-        self._passes: Passes | None = None
+        self._passes: HeadPasses | None = None
 
     def open(self, around: Surroundings) -> None:
-        self._passes = Passes(self._head, around)
+        self._passes = HeadPasses(self._head, around)
 
     def captures(self) -> Sequence[Callable[[], None]]:
-        graphs = None if self._passes is None else self._passes.graphs
-        return [] if graphs is None else graphs.captures()
+        return [] if self._passes is None else self._passes.passes.captures()
 
     def close(self) -> None:
         self._passes = None
@@ -186,30 +184,15 @@ class Latest:
     hidden: Tensor  # [R, D] of each
 
 
-class Passes:
-    """The passes of a head over one cache."""
+class HeadPasses:
+    """What a head computes over one cache."""
 
     def __init__(self, head: Head, around: Surroundings) -> None:
         self._head = head
-        self._caches = around.caches
-        self._device = around.device
-        self._chain = Chain(around.chooser, around.device, around.vocabulary.size)
         self._model_tokens = around.tables.last_tokens
-        # Latest tokens of its own, which run ahead of the model's, beside the same blocks.
-        self._tables = Tables(torch.zeros_like(around.tables.last_tokens), around.tables.entries, None)
         self._latest: Latest | None = None
-        self.graphs = None
-        if around.capture is not None:
-            decode = Decoding(self._hidden, head.logits, around.vocabulary, gives_hidden=True, ahead=AHEAD)
-            self.graphs = DecodeGraphs(
-                around.capture,
-                decode,
-                around.device,
-                self._tables,
-                most=around.most,
-                has_encoder=False,
-                carried=torch.empty(0, head.width, dtype=head.dtype, device=around.device.torch_device),
-            )
+        none = torch.empty(0, head.width, dtype=head.dtype, device=around.device.torch_device)
+        self.passes = Passes(self._hidden, head.logits, around, ahead=AHEAD, carried=none)
 
     def compute(self, rows: Sequence[Rows], features: Tensor, unread: Collection[int] = ()) -> Tensor:
         """Keep what the head needs of these rows; what it makes of each, [R, D].
@@ -217,51 +200,40 @@ class Passes:
         unread: sequences, by id, behind whose last row is the latest token, which the model's tables know.
         """
         spans = [(row.sequence.row, row.start, len(row.behind)) for row in rows]
-        forward = self._forward(Layout.of(spans, [token for row in rows for token in row.behind]))
+        layout = Layout.of(spans, [token for row in rows for token in row.behind])
+        forward = self.passes.forward(layout, self._inputs(rows, features))
         if unread:
             ends = zip(rows, _ends(rows), strict=True)
-            places = self._device.upload(
-                [[end - 1, row.sequence.row] for row, end in ends if row.sequence.id in unread]
-            )
+            places = self._upload([[end - 1, row.sequence.row] for row, end in ends if row.sequence.id in unread])
             forward.token_ids.index_copy_(0, places[:, 0], self._model_tokens[places[:, 1]])
-        return self._hidden(replace(forward, carried=Carried(self._inputs(rows, features))))
+        return self._hidden(forward)
 
     def propose(self, rows: Sequence[Rows], features: Tensor, links: Mapping[int, Link]) -> list[Proposal]:
         """Compute these rows, and tokens behind those of some sequences, by id."""
         mine = [row for row in rows if row.sequence.id in links]
         proposing, latest = [links[row.sequence.id] for row in mine], [row.behind[-1] for row in mine]
-        previous = self._device.upload(latest)
+        previous = self._upload(latest)
         if len(mine) == sum(len(row.behind) for row in rows):
             self._latest = Latest(proposing, self._inputs(rows, features))
-            self._tables.keep(self._device.upload([row.sequence.row for row in mine]), previous)
+            self.passes.tables.keep(self._upload([row.sequence.row for row in mine]), previous)
             first = self._next(proposing, previous, 0)
         else:
             hidden = self.compute(rows, features)
             at = [end - 1 for row, end in zip(rows, _ends(rows), strict=True) if row.sequence.id in links]
-            first = self._choose(proposing, hidden[self._device.upload(at)], 0, previous)
-        return self._chain(proposing, first, self._next)
+            self._latest = Latest(proposing, hidden[self._upload(at)])
+            first = self.passes.choose(proposing, self._latest.hidden, 0, previous)
+        return self.passes.chain(proposing, first, self._next)
 
     def _inputs(self, rows: Sequence[Rows], features: Tensor) -> Tensor:
         """What the head is given of these rows, [R, D]."""
         at = [place for row in rows for place in range(row.at, row.at + len(row.behind))]
-        own = features if len(at) == len(features) else features[self._device.upload(at)]
+        own = features if len(at) == len(features) else features[self._upload(at)]
         return self._head.inputs(own)
 
-    def _next(self, links: Sequence[Link], token_ids: Tensor, place: int) -> Chosen:
-        """The token at this place of each link's proposals, behind the one before, which the tables know."""
-        runs = [TokenRun(link.sequence, link.end + place - AHEAD, 1) for link in links]
-        before = Carried(self._before(links))
-        if self.graphs is None or not self.graphs.takes(len(runs)):
-            spans = [(run.sequence.row, run.start, 1) for run in runs]
-            forward = self._forward(Layout.of(spans, [], len(spans)))
-            return self._choose(links, self._hidden(replace(forward, carried=before)), place, token_ids)
-        has_settings = any(link.has_history or link.sequence.choice.is_constrained for link in links)
-        form = Form.HIDDEN if has_settings else self.graphs.form_of(runs)
-        found = self.graphs.run(runs, form, before)
-        if form is Form.HIDDEN:
-            return self._choose(links, found[0], place, token_ids)
-        self._latest = Latest(links, found[2])
-        return Chosen(found[0].clone(), found[1].clone())
+    def _next(self, links: Sequence[Link], previous: Tensor, place: int) -> Chosen:
+        chosen, hidden = self.passes.next(links, previous, place, self._before(links))
+        self._latest = Latest(links, hidden)
+        return chosen
 
     def _before(self, links: Sequence[Link]) -> Tensor:
         """What the last pass made of these, which are some of its links: [R, D]."""
@@ -270,20 +242,11 @@ class Passes:
             return self._latest.hidden
         own = {link.sequence.id for link in links}
         at = [place for place, link in enumerate(self._latest.links) if link.sequence.id in own]
-        return self._latest.hidden[self._device.upload(at)]
+        return self._latest.hidden[self._upload(at)]
 
-    def _choose(self, links: Sequence[Link], hidden: Tensor, place: int, previous: Tensor) -> Chosen:
-        self._latest = Latest(links, hidden)
-        chosen = self._chain.chosen(links, lambda part: self._head.logits(hidden[part]), place=place, previous=previous)
-        self._tables.keep(self._device.upload([link.sequence.row for link in links]), chosen.token_ids)
-        return chosen
-
-    def _forward(self, layout: Layout) -> Forward:
-        token_ids, meta = self._tables.step(layout, self._device.upload(layout.numbers))
-        counts = [end - start for start, end in pairwise(layout.starts)]
-        lengths = [first + count for first, count in zip(layout.firsts, counts, strict=True)]
-        return Forward([], token_ids, replace(meta, context_lengths=lengths), None, None)
+    def _upload(self, numbers: Sequence[object]) -> Tensor:
+        return self.passes.device.upload(numbers)
 
     def _hidden(self, forward: Forward) -> Tensor:
         assert forward.carried is not None, "a head goes on from something"
-        return self._head(forward.token_ids, forward.carried.hidden, forward.meta, self._caches)
+        return self._head(forward.token_ids, forward.carried.hidden, forward.meta, self.passes.caches)

@@ -164,7 +164,10 @@ class Engine:
         # A recurrence in stock operators asks the host where prompts end.
         is_plain = not self.has_encoder and stage.count == 1 and not any(self.kv_shape.states)
         return Graphs(
-            decodes, None if not is_plain else MixedGraphs(capture, self._hidden, self.device, tables, most=most)
+            decodes,
+            None
+            if not is_plain
+            else MixedGraphs(capture, self._hidden, self.device, tables, most=most, gives_hidden=self._reads_features),
         )
 
     def release(self) -> None:
@@ -283,10 +286,11 @@ class Engine:
         if not request.proposals:
             proposer.follow(plan, features)
             return
-        came = [step.finish().came for step in (*self._unread, launched)][-1]
+        for step in (*self._unread, launched):
+            step.finish()
         began = time.perf_counter_ns()
         wanted = dict.fromkeys(request.proposed_ids, min(request.proposals, proposer.most))
-        proposals = proposer.propose(plan, features, came, wanted)
+        proposals = proposer.propose(plan, features, launched.came, wanted)
         launched.propose(proposals, time.perf_counter_ns() - began)
 
     def _states(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
@@ -383,7 +387,7 @@ class Engine:
 
     def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
         found, hidden = graphs.run(plan)
-        return self._sample(plan.sampled, found, plan, tables, started).showing(self._features(hidden))
+        return self._sample(plan.sampled, found, plan, tables, started).showing(hidden)
 
     def _sample(
         self,
@@ -439,10 +443,11 @@ class Launched:
         self._done = device.event()
         self._lock = threading.Lock()
         self._result: StepResult | None = None
-        self._told: Callable[[Sequence[Came]], None] = lambda came: None
+        self._told: Callable[[Sequence[Came]], None] | None = None
         self._proposals: Sequence[Proposal] = ()
         self._propose_ns = 0
-        self.features: Tensor | None = None  # [T, F] of the step's tokens, until the next step
+        self.features: Tensor | None = None  # [T, F] of the step's tokens, until they are read
+        self.came: Sequence[Came] = ()  # what sequences got, where somebody is told
 
     def showing(self, features: Tensor | None) -> Launched:
         """The same step, whose tokens have these features."""
@@ -475,8 +480,12 @@ class Launched:
         with self._lock:
             if self._result is None:
                 result = self._read()
-                self._told(result.came)
+                if self._told is not None:
+                    self.came = _by_sequence(self._sampled, result)
+                    self._told(self.came)
                 self._result = result
+        if not self._propose_ns:
+            return self._result
         return replace(self._result, proposals=self._proposals, propose_ns=self._propose_ns)
 
     def _read(self) -> StepResult:
@@ -496,7 +505,6 @@ class Launched:
             top_logprobs=top_logprobs,
             prompt={id: reported.read() for id, reported in self._prompt.items()},
             forward_ns=self._started.ns_until(self._done),
-            came=_by_sequence(sequences, [token_ids[row] for row in came]),
         )
 
     def _candidates(
@@ -523,7 +531,6 @@ class StepResult:
     top_logprobs: list[list[float]]
     prompt: dict[int, KnownLogprobs]  # of tokens that were known, by sequence
     forward_ns: int
-    came: Sequence[Came] = ()  # the same tokens
     proposals: Sequence[Proposal] = ()
     propose_ns: int = 0  # that these took
 
@@ -561,14 +568,12 @@ def _came(runs: Sequence[TokenRun], token_ids: Sequence[int]) -> tuple[list[Sequ
     return sequences, came
 
 
-def _by_sequence(sequences: Sequence[SequenceState], token_ids: Sequence[int]) -> list[Came]:
-    """The tokens of each, which stand side by side."""
-    found: list[tuple[SequenceState, list[int]]] = []
-    for sequence, token in zip(sequences, token_ids, strict=True):
-        if not found or found[-1][0] is not sequence:
-            found.append((sequence, []))
-        found[-1][1].append(token)
-    return [Came(*one) for one in found]
+def _by_sequence(runs: Sequence[TokenRun], result: StepResult) -> list[Came]:
+    """What each of these sequences got."""
+    found: dict[int, list[int]] = {}
+    for id, token in zip(result.ids, result.token_ids, strict=True):
+        found.setdefault(id, []).append(token)
+    return [Came(run.sequence, found[run.sequence.id]) for run in runs]
 
 
 def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:

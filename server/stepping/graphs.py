@@ -197,7 +197,11 @@ class DecodeGraph:
 class MixedGraphs:
     """The captured mixed steps of one engine, for no more decodes than are captured alone. most: sequences at once."""
 
-    def __init__(self, capture: GraphCapture, run: Run, device: Device, tables: Tables, *, most: int):
+    def __init__(
+        self, capture: GraphCapture, run: Run, device: Device, tables: Tables, *, most: int, gives_hidden: bool = False
+    ):
+        """gives_hidden: whether the hidden states of all tokens are wanted too."""
+        self._gives_hidden = gives_hidden
         self._capture = capture
         self._run = run
         self._device = device
@@ -233,10 +237,10 @@ class MixedGraphs:
         """Decodes and prompt tokens of the largest step that is captured. There is one."""
         return self._decodes[-1], self._tokens[-1]
 
-    def run(self, plan: StepRuns) -> tuple[tuple[Tensor, ...], Tensor]:
+    def run(self, plan: StepRuns) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What the next tokens are chosen from, a row for each sequence that gets one: see `DecodeGraphs.run`.
 
-        And the hidden states [T, D] of all tokens of the step. All are valid until the next run.
+        And the hidden states [T, D] of all tokens of the step, if they are wanted. All are valid until the next run.
         """
         tokens = sum(run.length for run in plan.uploaded)
         decodes = self._decodes[bisect_left(self._decodes, _decodes_for(plan))]
@@ -244,10 +248,11 @@ class MixedGraphs:
         self._prepare(graph)
         assert graph.replay is not None
         graph.fill(plan, self._device)
-        *results, hidden = graph.replay()
-        sampled = _num_sampled(plan)
-        own = hidden[: len(plan.decodes)], hidden[decodes : decodes + tokens]
-        return tuple(result[:sampled] for result in results), torch.cat(own) if plan.decodes else own[1]
+        results, sampled = graph.replay(), _num_sampled(plan)
+        chosen_from = tuple(result[:sampled] for result in results[:4])
+        if not self._gives_hidden:
+            return chosen_from, None
+        return chosen_from, torch.cat([results[4][: len(plan.decodes)], results[4][decodes : decodes + tokens]])
 
     def _prepare(self, graph: MixedGraph) -> None:
         if graph.replay is None:
@@ -260,7 +265,8 @@ class MixedGraphs:
         def step() -> tuple[Tensor, ...]:
             token_ids, meta = self._tables.step(layout, graph.numbers)
             hidden = self._run(Forward([], token_ids, meta, None, None))
-            return hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows, hidden
+            found = hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows
+            return (*found, hidden) if self._gives_hidden else found
 
         return step
 
