@@ -6,8 +6,8 @@ collect its garbage and give free memory back to the system.
 
 LOCKSTEP_TEST_ANSWERS names a JSON file with prompts and answers, pairs of token ids: shards compute what they always
 do, and then tell these tokens. LOCKSTEP_TEST_GUESSES names a file with the number of guesses that each sequence gets in
-each step, as far as it has any and whatever they cost, or `auto`. Python imports this module by its name at every
-start.
+each step, as far as it has any and whatever they cost, or `auto`; where it is a number, a speculative model is asked
+in each step. Python imports this module by its name at every start.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def _tell(path: Path) -> None:
 
 def _guess(path: Path) -> None:
     """Where a number is told, no guess is too unlikely and none too dear."""
-    from router.drafting.speculation import Speculation
+    from router.drafting.speculation import Asking, Speculation
 
-    choose, may_pay = Speculation.choose, Speculation.may_pay
+    choose, may_pay, ask = Speculation.choose, Speculation.may_pay, Speculation.ask
 
     def chosen(self: Any, candidates: Any, *args: Any) -> list[tuple[int, ...]]:
         if (told := path.read_text()) == "auto":
@@ -78,7 +78,14 @@ def _guess(path: Path) -> None:
             found.append(drafting.guess(num + is_under_way).token_ids[is_under_way:] if num > 0 else ())
         return found
 
+    def asked(self: Any, candidates: Any, **options: Any) -> Asking:
+        if path.read_text() == "auto":
+            return ask(self, candidates, **options)
+        places = [place for place, one in enumerate(candidates) if min(one.most, one.drafting.most) > 0]
+        return Asking(self.most_proposals, places) if places else Asking()
+
     Speculation.choose = chosen  # type: ignore[method-assign]
+    Speculation.ask = asked  # type: ignore[method-assign]
     Speculation.may_pay = lambda self, batch: path.read_text() != "auto" or may_pay(self, batch)  # type: ignore[method-assign]
 
 

@@ -4,8 +4,8 @@
 servers that do, with every parameter, grammars, tools, stop sequences, several answers, log-probabilities and streams,
 for two API keys in one batch. `--trouble kill stop router leave` has shards killed and stopped, routers killed and
 clients leave or give up at deadlines while the latter answer; `--room 512` gives them a KV cache of so many tokens.
-`--model FOLDER` serves another model, and any further flags go to all the launchers. It prints a JSON object for each
-server and ends with 1 if an answer was another one.
+`--beside FOLDER` gives them a speculative model too, and any further flags go to all the launchers. It prints a JSON
+object for each server and ends with 1 if an answer was another one.
 
 What was lost with a router is asked for again: its connections die with it. Guesses are tried wherever there are any,
 whatever they cost (`tests/faults/sitecustomize.py`); with `--measured` the server decides by what it measures.
@@ -43,7 +43,7 @@ FLAGS = (
     *("--max-deaths", "9999", "--max-client-batch-size", "8"),
 )
 OWN = {*OF_ITS_OWN, "created_at", "completed_at", "item_id", "call_id"}
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "auto", "draft")
 COUNTED = (
     *("tgi_request_guessed_tokens", "tgi_request_right_guesses"),
     *("tgi_shards_recovery_count", "tgi_kv_preempted"),
@@ -384,7 +384,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=24)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:2])
+    parser.add_argument("--beside", help="speculative model of the servers that guess")
     parser.add_argument("--stages", type=int, nargs="+", default=[1], help="of the servers that guess")
     parser.add_argument("--trouble", nargs="*", choices=(*TROUBLES, LEAVE), default=[])
     parser.add_argument("--measured", action="store_true", help="guess where that pays")
@@ -409,7 +410,9 @@ def _wrong(
 ) -> int:
     """Print what comes of a server that guesses; how much of that is wrong."""
     began = time.monotonic()
-    own = ("--speculate", "8", "--speculative-method", method, "--pipeline-parallel", str(stages))
+    own = ["--speculate", "8", "--speculative-method", method, "--pipeline-parallel", str(stages)]
+    if args.beside:
+        own += ["--speculative-model", args.beside]
     got, metrics = served(
         requests,
         *("--max-batch-total-tokens", str(args.room), *own, *flags),
