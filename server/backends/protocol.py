@@ -167,6 +167,49 @@ class LinearFormat(Movable, Protocol):
         """x [T, D] → x @ weightᵀ + bias, [T, F], as exact as the product is known: float32, or rounded to x's dtype."""
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to some outputs of a linear layer: scale * ((x @ downᵀ) @ upᵀ)."""
+
+    first: int  # of the outputs [F] that the stored weight has, where `up` begins; of a gated one they are [gate | up]
+    down: Tensor | None  # [r, D] in the model's dtype; None: x itself is multiplied by `up`
+    up: Tensor  # [n, r], likewise
+    scale: float
+
+
+@dataclass(frozen=True)
+class LinearChange:
+    """What an adapter makes of a linear layer's product: gain * (x @ weightᵀ) + bias of the layer + parts + bias."""
+
+    parts: tuple[LowRank, ...] = ()
+    bias: Tensor | None = None  # [F] float32
+    gain: Tensor | None = None  # [F] float32; None: ones
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        tensors = [tensor for part in self.parts for tensor in (part.down, part.up)] + [self.bias, self.gain]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass
+class TokenAdapters:
+    """Which adapter each token has of what is computed at the moment. Adapters lie in rows from 1 on; 0 is none.
+
+    It changes from pass to pass, and all adapted layers of a model share it.
+    """
+
+    rows: Tensor | None = None  # [T] int64; None: no token has one
+    present: Sequence[int] = ()  # those rows, each once, as far as the host knows them: in a captured step it does not
+
+
+class AdaptedLinear(LinearFormat, Protocol):
+    """A `LinearFormat` whose product is another one for tokens that have adapters, as `TokenAdapters` says."""
+
+    def put(self, row: int, change: LinearChange | None) -> None:
+        """From now on the adapter in `row` changes the layer so. None: not at all."""
+
+
 # The largest numbers of all ranks, of tensors that all have in one shape.
 Maximum = Callable[[Tensor], Tensor]
 
@@ -457,6 +500,9 @@ class Backend(Protocol):
 
     def linear(self, weight: Stored, *, is_gated: bool = False, maximum: Maximum | None = None) -> LinearFormat:
         """A linear layer's weight. See `MakeLinear`."""
+
+    def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
+        """A linear layer for tokens that have adapters in rows 1 … num_rows. is_gated: as `linear` was told."""
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         """LayerNorm over weight's features where `is_centred`, else RMSNorm."""

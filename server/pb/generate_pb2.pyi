@@ -11,7 +11,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason", "kv_cache_dtype", "offloaded", "takes_drafts", "has_tiers", "most_proposals", "proposes")
+    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason", "kv_cache_dtype", "offloaded", "takes_drafts", "has_tiers", "most_proposals", "proposes", "adapter_rows", "adapter_bytes", "no_adapters")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,9 @@ class InfoReply(_message.Message):
     HAS_TIERS_FIELD_NUMBER: _ClassVar[int]
     MOST_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     PROPOSES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NO_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     model_type: str
     dtype: str
     dtype_reason: str
@@ -60,7 +63,10 @@ class InfoReply(_message.Message):
     has_tiers: bool
     most_proposals: int
     proposes: str
-    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., takes_drafts: _Optional[bool] = ..., has_tiers: _Optional[bool] = ..., most_proposals: _Optional[int] = ..., proposes: _Optional[str] = ...) -> None: ...
+    adapter_rows: int
+    adapter_bytes: int
+    no_adapters: str
+    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., takes_drafts: _Optional[bool] = ..., has_tiers: _Optional[bool] = ..., most_proposals: _Optional[int] = ..., proposes: _Optional[str] = ..., adapter_rows: _Optional[int] = ..., adapter_bytes: _Optional[int] = ..., no_adapters: _Optional[str] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("max_batch_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "useful_tokens", "max_top_n_tokens", "max_sequences", "may_be_shorter")
@@ -182,6 +188,30 @@ class MoveBlocksReply(_message.Message):
     is_lost: bool
     def __init__(self, is_moved: _Optional[_Iterable[bool]] = ..., damaged: _Optional[int] = ..., trouble: _Optional[str] = ..., is_full: _Optional[bool] = ..., is_lost: _Optional[bool] = ...) -> None: ...
 
+class PrepareAdapterRequest(_message.Message):
+    __slots__ = ("key", "folder")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    folder: str
+    def __init__(self, key: _Optional[bytes] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class PrepareAdapterReply(_message.Message):
+    __slots__ = ("device_bytes", "problem")
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    device_bytes: int
+    problem: str
+    def __init__(self, device_bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class AdapterPlace(_message.Message):
+    __slots__ = ("row", "key")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    key: bytes
+    def __init__(self, row: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+
 class HealthRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -289,7 +319,7 @@ class SamplingParameters(_message.Message):
     def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., banned_word_ids: _Optional[_Iterable[int]] = ..., banned_word_lengths: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., raw_logprobs: _Optional[bool] = ..., is_constrained: _Optional[bool] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("id", "token_ids", "computed", "blocks", "sampling", "top_n_tokens", "prompt_logprobs", "generated", "encoder_token_ids", "encoder_blocks", "lane", "forced")
+    __slots__ = ("id", "token_ids", "computed", "blocks", "sampling", "top_n_tokens", "prompt_logprobs", "generated", "encoder_token_ids", "encoder_blocks", "lane", "adapter", "forced")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +331,7 @@ class NewSequence(_message.Message):
     ENCODER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ENCODER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     FORCED_FIELD_NUMBER: _ClassVar[int]
     id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -313,8 +344,9 @@ class NewSequence(_message.Message):
     encoder_token_ids: _containers.RepeatedScalarFieldContainer[int]
     encoder_blocks: _containers.RepeatedScalarFieldContainer[int]
     lane: int
+    adapter: int
     forced: int
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., computed: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., generated: _Optional[int] = ..., encoder_token_ids: _Optional[_Iterable[int]] = ..., encoder_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., forced: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., computed: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., generated: _Optional[int] = ..., encoder_token_ids: _Optional[_Iterable[int]] = ..., encoder_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., adapter: _Optional[int] = ..., forced: _Optional[int] = ...) -> None: ...
 
 class Extension(_message.Message):
     __slots__ = ("id", "token_ids", "position", "came")
@@ -349,7 +381,7 @@ class TokenMask(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks", "copied_ids", "copied_places", "copied_blocks", "loaded_places", "drafts", "proposals", "proposed_ids")
+    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane", "grown_ids", "grown_counts", "grown_blocks", "loaded_ids", "loaded_blocks", "kept_ids", "kept_blocks", "copied_ids", "copied_places", "copied_blocks", "loaded_places", "drafts", "proposals", "proposed_ids", "adapters")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +412,7 @@ class StepRequest(_message.Message):
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     step: int
     retire: _containers.RepeatedScalarFieldContainer[int]
     add: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -410,7 +443,8 @@ class StepRequest(_message.Message):
     drafts: _containers.RepeatedCompositeFieldContainer[Extension]
     proposals: int
     proposed_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., proposals: _Optional[int] = ..., proposed_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterPlace]
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., grown_ids: _Optional[_Iterable[int]] = ..., grown_counts: _Optional[_Iterable[int]] = ..., grown_blocks: _Optional[_Iterable[int]] = ..., loaded_ids: _Optional[_Iterable[int]] = ..., loaded_blocks: _Optional[_Iterable[int]] = ..., kept_ids: _Optional[_Iterable[int]] = ..., kept_blocks: _Optional[_Iterable[int]] = ..., copied_ids: _Optional[_Iterable[int]] = ..., copied_places: _Optional[_Iterable[int]] = ..., copied_blocks: _Optional[_Iterable[int]] = ..., loaded_places: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., proposals: _Optional[int] = ..., proposed_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[AdapterPlace, _Mapping]]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer", "proposal_ids", "proposal_counts", "proposal_tokens", "proposal_logprobs", "propose_ns")

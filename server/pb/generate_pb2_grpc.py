@@ -64,6 +64,11 @@ class ShardStub:
                 request_serializer=server_dot_pb_dot_generate__pb2.MoveBlocksRequest.SerializeToString,
                 response_deserializer=server_dot_pb_dot_generate__pb2.MoveBlocksReply.FromString,
                 _registered_method=True)
+        self.PrepareAdapter = channel.unary_unary(
+                '/lockstep.v1.Shard/PrepareAdapter',
+                request_serializer=server_dot_pb_dot_generate__pb2.PrepareAdapterRequest.SerializeToString,
+                response_deserializer=server_dot_pb_dot_generate__pb2.PrepareAdapterReply.FromString,
+                _registered_method=True)
         self.Streamed = channel.unary_unary(
                 '/lockstep.v1.Shard/Streamed',
                 request_serializer=server_dot_pb_dot_generate__pb2.StreamedRequest.SerializeToString,
@@ -123,6 +128,13 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareAdapter(self, request, context):
+        """Reads an adapter's files, beside the steps, so that a later step can put it into a row; or forgets what was read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Streamed(self, request, context):
         """What this rank's link and its streamed layers did when, where weights stream.
         """
@@ -170,6 +182,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.MoveBlocks,
                     request_deserializer=server_dot_pb_dot_generate__pb2.MoveBlocksRequest.FromString,
                     response_serializer=server_dot_pb_dot_generate__pb2.MoveBlocksReply.SerializeToString,
+            ),
+            'PrepareAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareAdapter,
+                    request_deserializer=server_dot_pb_dot_generate__pb2.PrepareAdapterRequest.FromString,
+                    response_serializer=server_dot_pb_dot_generate__pb2.PrepareAdapterReply.SerializeToString,
             ),
             'Streamed': grpc.unary_unary_rpc_method_handler(
                     servicer.Streamed,
@@ -344,6 +361,33 @@ class Shard:
             '/lockstep.v1.Shard/MoveBlocks',
             server_dot_pb_dot_generate__pb2.MoveBlocksRequest.SerializeToString,
             server_dot_pb_dot_generate__pb2.MoveBlocksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Shard/PrepareAdapter',
+            server_dot_pb_dot_generate__pb2.PrepareAdapterRequest.SerializeToString,
+            server_dot_pb_dot_generate__pb2.PrepareAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

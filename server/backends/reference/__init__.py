@@ -15,6 +15,7 @@ from server.arch.spec import ArchSpec
 from server.backends.device import Device
 from server.backends.protocol import (
     SOFTMAX,
+    AdaptedLinear,
     Attention,
     ConvRule,
     DeltaRule,
@@ -31,6 +32,7 @@ from server.backends.protocol import (
     Routing,
     Scores,
     ShortConvWeights,
+    TokenAdapters,
 )
 from server.backends.reference.attention import BatchedAttention
 from server.backends.reference.convolution import StockShortConv
@@ -40,6 +42,7 @@ from server.backends.reference.linear import (
     Gate,
     GroupedDense,
     LoopedExperts,
+    StockAdapted,
     StockRouting,
     make_norm,
     stock_gate,
@@ -87,6 +90,9 @@ class ReferenceBackend:
     def quantised(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> LinearFormat:
         """A quantised weight."""
         return QuantisedFormat(weight, maximum, is_gated=is_gated, gate=self.gate)
+
+    def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
+        return StockAdapted(layer, tokens, self.gate if is_gated else None)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return make_norm(weight, bias, eps, is_centred=is_centred)
