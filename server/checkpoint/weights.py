@@ -22,17 +22,18 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import FusedRows, NameMap, QkvLayout
+from server.backends.protocol import LinearFormat
 from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import (
     FLOATS,
@@ -289,6 +290,34 @@ def _ends_of(path: Path) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """The part of a linear layer's weight that a rank has, alone or one below another, and what the layer is called.
+
+    names: in the checkpoint, one of them; first: where its outputs begin among those that are stored together; base:
+    reads its rows with all inputs, [outputs, D] in float32.
+    """
+
+    role: str
+    names: tuple[str, ...]
+    size: tuple[int, int]  # outputs and inputs of the whole layer
+    rows: Ranges  # half-open, of its outputs, one after the other
+    columns: tuple[int, int]  # half-open, of its inputs
+    first: int
+    base: Callable[[], Tensor] = field(compare=False, repr=False)
+
+    @property
+    def num_outputs(self) -> int:
+        """Of this part."""
+        return sum(stop - start for start, stop in self.rows)
+
+
+class Adapt(Protocol):
+    """Makes a linear layer one that adapters can change."""
+
+    def __call__(self, layer: LinearFormat, pieces: Sequence[Piece], *, is_gated: bool) -> LinearFormat: ...
+
+
+@dataclass(frozen=True)
 class Weights:
     """One rank's view of a checkpoint by role, of all layers or one. Tensors are converted to `dtype` on `device`."""
 
@@ -302,6 +331,7 @@ class Weights:
     format: Format | None = None  # in which the checkpoint has linear layers; those that it has not are dense
     quantise: Quantise | None = None  # how dense weights of linear layers are stored: as they are, or by this
     quantise_head: Quantise | None = None  # likewise the head, and a table that is tied to it
+    adapt: Adapt | None = None  # what is done with every linear layer; None: no adapters are served
 
     @classmethod
     def open(
@@ -434,6 +464,25 @@ class Weights:
             assert rows is None, "a dense weight is split one way"
             return self._matrix(role, size, 1, [columns], expert)
         return self._matrix(role, size, 0, part.rows, expert)
+
+    def piece(
+        self,
+        role: str,
+        size: tuple[int, int],
+        *,
+        rows: Ranges | None = None,
+        columns: tuple[int, int] | None = None,
+        first: int = 0,
+    ) -> Piece:
+        """What `linear` reads with the same arguments, by its names."""
+        rows = rows or [(0, size[0])]
+        names = tuple(prefix + name for name in self._short_names(role) for prefix in (self.prefix, ""))
+        return Piece(role, names, size, rows, columns or (0, size[1]), first, partial(self._exact, role, size, rows))
+
+    def _exact(self, role: str, size: tuple[int, int], rows: Ranges) -> Tensor:
+        """Whole rows of a linear layer as it computes, in float32."""
+        stored = replace(self, dtype=torch.float32).linear(role, size, rows=rows)
+        return stored if isinstance(stored, Tensor) else stored.dequantised().float()
 
     def _quantised(self, format: Format, name: str, size: tuple[int, int]) -> Tensors | None:
         """The tensors of a linear layer of `size` that the format stores; None where the layer is dense."""

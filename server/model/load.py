@@ -15,11 +15,11 @@ from torch import Tensor
 
 from server.arch.spec import ArchSpec, KvHeads, LayerNormSpec, LayerSpec, Learned, RmsNormSpec, Rope
 from server.arch.stages import Stage
-from server.backends.protocol import Attention, Backend, Norm, Scores
+from server.backends.protocol import Attention, Backend, LinearFormat, Norm, Scores
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, head_ranges, merged
 from server.layers.embedding import Embedding, load_embedding, load_head
-from server.layers.linear import ColumnLinear, RowLinear, load_column, load_row, stacked
+from server.layers.linear import ColumnLinear, RowLinear, load_column, load_dense, load_linear, load_row
 from server.layers.mlp import load_mlp
 from server.layers.per_layer import PerLayerBlock, PerLayerEmbedding, load_per_layer_table
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
@@ -133,19 +133,22 @@ class StackLoader:
         """What stands before and after the layers, without these. begins, ends: whether this stage has either."""
         weights, spec, hidden, embed_dim = self.weights, self.spec, self.spec.hidden_size, self.spec.embed_dim
         ropes = {layer.position for layer in spec.layers if isinstance(layer.position, Rope)}
-        dense = self.backend.linear
         return Stack(
             spec=spec,
             embedding=embedding if begins else None,
-            project_in=dense(weights.rows("project_in", (hidden, embed_dim))) if embed_dim and begins else None,
+            project_in=self._whole("project_in", hidden, embed_dim) if embed_dim and begins else None,
             positions=self._positions() if begins else None,
             rotaries={rope: Rotary(rope, weights.device) for rope in ropes},
             embed_norm=self.norm("embed_norm", hidden) if spec.embed_norm and begins else None,
             layers=(),
             final_norm=self.norm("final_norm", hidden) if spec.final_norm and ends else None,
-            project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim and ends else None,
+            project_out=self._whole("project_out", embed_dim, hidden) if embed_dim and ends else None,
             per_layer=self._per_layer_embedding() if begins else None,
         )
+
+    def _whole(self, role: str, outputs: int, inputs: int) -> LinearFormat:
+        """A small linear layer that every rank has whole."""
+        return load_dense(self.weights, [self.weights.piece(role, (outputs, inputs))], self.backend.linear)
 
     def _attention_of(self, layer: int) -> Attention | None:
         """All layers share theirs, but for those that have sinks, chunks, or scales of keys and values.
@@ -226,18 +229,16 @@ class StackLoader:
         kind, hidden = self.spec.per_layer_inputs, self.spec.hidden_size
         if kind is None:
             return None
-        gate = self.backend.linear(self.weights.rows("per_layer_gate", (kind.dim, hidden)))
-        out = self.backend.linear(self.weights.rows("per_layer_out", (hidden, kind.dim)))
+        gate, out = self._whole("per_layer_gate", kind.dim, hidden), self._whole("per_layer_out", hidden, kind.dim)
         return PerLayerBlock(gate, out, self.norm("per_layer_post_norm", hidden), kind, place)
 
     def _per_layer_embedding(self) -> PerLayerEmbedding | None:
         spec, kind = self.spec, self.spec.per_layer_inputs
         if kind is None:
             return None
-        projection = self.weights.rows("per_layer_in", (spec.num_layers * kind.dim, spec.hidden_size))
         return PerLayerEmbedding(
             load_per_layer_table(self.weights, spec, kind),
-            self.backend.linear(projection),
+            self._whole("per_layer_in", spec.num_layers * kind.dim, spec.hidden_size),
             self.norm("per_layer_in_norm", kind.dim),
             spec,
         )
@@ -312,10 +313,10 @@ class StackLoader:
         spec, weights, make_linear = self.spec, self.weights, self.backend.linear
         inner, hidden = spec.num_heads * spec.head_dim, spec.hidden_size
         part = [weights.shard.range(inner)]
-        kv = [weights.linear(role, (inner, hidden), rows=part) for role in ("cross_k", "cross_v")]
+        kv = [weights.piece(role, (inner, hidden), rows=part) for role in ("cross_k", "cross_v")]
         return CrossBlock(
             q=load_column(weights, "cross_q", (inner, hidden), make_linear, bias=False),
-            kv=ColumnLinear(stacked(kv, make_linear), None),
+            kv=ColumnLinear(load_linear(weights, kv, make_linear), None),
             out=load_row(weights, "cross_out", (hidden, inner), make_linear, bias=False),
             attention=self._attending(Scores(spec.attention_scale), self.cache),
             spec=spec,
@@ -355,9 +356,10 @@ class StackLoader:
         parts = {"q": (queries, self._in_q(heads, kv.dim)), "k": (kv.count, kv_part)}
         if not layer.keys_are_values:
             parts["v"] = (kv.count, kv_part)
-        matrices, biases = [], []
+        pieces, biases = [], []
         for role, (count, part) in parts.items():
-            matrices.append(weights.linear(role, (count * kv.dim, inputs), rows=part))
+            pieces.append(weights.piece(role, (count * kv.dim, inputs), rows=part))
             if spec.qkv_bias:
                 biases.append(weights.bias(role, count * kv.dim, ranges=part))
-        return ColumnLinear(stacked(matrices, self.backend.linear), torch.cat(biases) if biases else None)
+        matrix = load_linear(weights, pieces, self.backend.linear)
+        return ColumnLinear(matrix, torch.cat(biases) if biases else None)
