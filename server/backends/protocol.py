@@ -192,6 +192,40 @@ class LinearChange:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
+@dataclass(frozen=True)
+class EmbeddingChange:
+    """What an adapter makes of a row of a table: gain * row + scale * (the token's row of `down` @ up).
+
+    Where `ids` names the token, `rows` has its row instead.
+    """
+
+    down: Tensor | None = None  # [Vl, r] in the model's dtype, Vl being this rank's tokens; None: nothing is added
+    up: Tensor | None = None  # [r, E], likewise
+    scale: float = 1.0
+    gain: Tensor | None = None  # [E] float32; None: ones
+    ids: Tensor | None = None  # [n] int64, ascending, among this rank's tokens
+    rows: Tensor | None = None  # [n, E] in the model's dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        tensors = (self.down, self.up, self.gain, self.ids, self.rows)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class NormChange:
+    """What an adapter makes of a norm's output: gain * output + bias."""
+
+    gain: Tensor | None = None  # [D] float32; None: ones
+    bias: Tensor | None = None  # [D] float32; None: zeros
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(tensor.nbytes for tensor in (self.gain, self.bias) if tensor is not None)
+
+
 @dataclass
 class TokenAdapters:
     """Which adapter each token has of what is computed at the moment. Adapters lie in rows from 1 on; 0 is none.
