@@ -61,10 +61,14 @@ class Linear:
     bias: Tensor | None = None
 
     def multiply(self, first: int, by: Tensor) -> None:
-        """Outputs from `first` on, by numbers [n]."""
+        """Outputs from `first` on, by numbers [n], with what has been put in place of some."""
         if self.gain is None:
             self.gain = torch.ones(self.num_outputs)
         self.gain[first : first + len(by)] *= by
+        for place, part in enumerate(self.parts):
+            if first <= part.first < first + len(by):
+                own = by[part.first - first :][: len(part.up)].unsqueeze(1)
+                self.parts[place] = replace(part, up=(part.up.float() * own).to(part.up.dtype))
 
     def add(self, first: int, what: Tensor) -> None:
         """To outputs from `first` on, numbers [n]."""
@@ -161,12 +165,9 @@ class Changes:
 
     def _add_expert(self, found: Linear, piece: Piece, key: str, parts: dict[str, str]) -> None:
         """key: what PEFT calls the parameter."""
-        down, rank, count = (
-            self._take(parts["down"], (None, piece.size[1])),
-            self._config.rank_of(key),
-            piece.num_experts,
-        )
         assert piece.expert is not None
+        down, rank = self._take(parts["down"], (None, piece.size[1])), self._config.rank_of(key)
+        count = piece.num_experts
         if len(down) != rank * count:
             raise AdapterError(
                 f"{self._files.told(parts['down'])} has {len(down)} rows, and by {self._config.path} each of {count} "
