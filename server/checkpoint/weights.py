@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import FusedRows, NameMap, QkvLayout
-from server.backends.protocol import LinearFormat
+from server.backends.protocol import LinearFormat, Norm
 from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import (
     FLOATS,
@@ -320,10 +320,28 @@ class Piece:
         return self.read(self.rows)
 
 
-class Adapt(Protocol):
-    """Makes a linear layer one that adapters can change."""
+class Adapting(Protocol):
+    """Makes layers such as adapters can change."""
 
-    def __call__(self, layer: LinearFormat, pieces: Sequence[Piece], *, is_gated: bool) -> LinearFormat: ...
+    def linear(
+        self,
+        layer: LinearFormat,
+        pieces: Sequence[Piece],
+        *,
+        is_gated: bool,
+        num_outputs: int | None = None,
+        tied_to: Piece | None = None,
+    ) -> LinearFormat:
+        """A linear layer of these pieces, one below the other.
+
+        num_outputs: of a head, whose rows are filled up with zeros; tied_to: the table whose rows it takes.
+        """
+
+    def table(self, piece: Piece) -> Callable[[Tensor, Tensor], Tensor]:
+        """What changes rows [T, E] of a table. It is called with the tokens [T], counted from the piece's first."""
+
+    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> Norm:
+        """A norm that has one of these names and these numbers [D]."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +358,7 @@ class Weights:
     format: Format | None = None  # in which the checkpoint has linear layers; those that it has not are dense
     quantise: Quantise | None = None  # how dense weights of linear layers are stored: as they are, or by this
     quantise_head: Quantise | None = None  # likewise the head, and a table that is tied to it
-    adapt: Adapt | None = None  # what is done with every linear layer; None: no adapters are served
+    adapting: Adapting | None = None  # what is done with layers; None: no adapters are served
 
     @classmethod
     def open(
@@ -485,10 +503,9 @@ class Weights:
     ) -> Piece:
         """What `linear` reads with the same arguments, by its names."""
         rows = rows or [(0, size[0])]
-        names = tuple(prefix + name for name in self._short_names(role) for prefix in (self.prefix, ""))
         return Piece(
             role,
-            names,
+            self.all_names(role),
             size,
             rows,
             columns or (0, size[1]),
@@ -498,10 +515,13 @@ class Weights:
             is_transposed=self.names.transposed,
         )
 
+    def all_names(self, role: str) -> tuple[str, ...]:
+        """What checkpoints may call a role, without what follows the last dot."""
+        return tuple(prefix + name for name in self._short_names(role) for prefix in (self.prefix, ""))
+
     def table_piece(self, role: str, size: tuple[int, int], part: tuple[int, int]) -> Piece:
         """Some rows of a table."""
-        names = tuple(prefix + name for name in self._short_names(role) for prefix in (self.prefix, ""))
-        return Piece(role, names, size, [part], (0, size[1]), 0, partial(self._exact_table, role, size))
+        return Piece(role, self.all_names(role), size, [part], (0, size[1]), 0, partial(self._exact_table, role, size))
 
     def _exact_table(self, role: str, size: tuple[int, int], rows: Ranges) -> Tensor:
         exact = replace(self, dtype=torch.float32)

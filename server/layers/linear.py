@@ -104,14 +104,14 @@ def load_linear(
     """Weights of the same inputs as one, their rows one below the other."""
     parts = [_read(weights, piece) for piece in pieces]
     layer = _stacked(parts, make_linear, is_gated=is_gated, maximum=maximum)
-    return layer if weights.adapt is None else weights.adapt(layer, _placed(pieces), is_gated=is_gated)
+    return layer if weights.adapting is None else weights.adapting.linear(layer, placed(pieces), is_gated=is_gated)
 
 
 def load_dense(weights: Weights, pieces: Sequence[Piece], make_linear: MakeLinear) -> LinearFormat:
     """The same, dense however others are stored: for what is small and on every rank."""
     parts = [weights.rows(piece.role, piece.size, piece.rows) for piece in pieces]
     layer = make_linear(torch.cat(parts) if len(parts) > 1 else parts[0])
-    return layer if weights.adapt is None else weights.adapt(layer, _placed(pieces), is_gated=False)
+    return layer if weights.adapting is None else weights.adapting.linear(layer, placed(pieces), is_gated=False)
 
 
 def _read(weights: Weights, piece: Piece) -> Stored:
@@ -121,7 +121,7 @@ def _read(weights: Weights, piece: Piece) -> Stored:
     return weights.linear(piece.role, piece.size, rows=rows, columns=columns)
 
 
-def _placed(pieces: Sequence[Piece]) -> list[Piece]:
+def placed(pieces: Sequence[Piece]) -> list[Piece]:
     """Each behind the outputs of those before it."""
     ends = accumulate((piece.num_outputs for piece in pieces), initial=0)
     return [replace(piece, first=first) for piece, first in zip(pieces, ends, strict=False)]

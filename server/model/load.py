@@ -15,7 +15,7 @@ from torch import Tensor
 
 from server.arch.spec import ArchSpec, KvHeads, LayerNormSpec, LayerSpec, Learned, RmsNormSpec, Rope
 from server.arch.stages import Stage
-from server.backends.protocol import Attention, Backend, LinearFormat, Norm, Scores
+from server.backends.protocol import Attention, Backend, LinearFormat, Norm, Scores, TokenAdapters
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, head_ranges, merged
 from server.layers.embedding import Embedding, load_embedding, load_head
@@ -53,12 +53,14 @@ def load(
     kv_placement: KvPlacement | None = None,
     report: Callable[[], None] = lambda: None,
     stage: Stage | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Transformer:
     """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree.
 
     cache: how keys and values are stored, but for scales that the checkpoint has. placement: where the layers' weights
     are kept. kv_placement: where KV blocks are; None: on the device. report: told of each layer that has been loaded.
-    stage: the part of the model that is loaded; None: all of it.
+    stage: the part of the model that is loaded; None: all of it. adapters: what the layers read that `weights.adapt`
+    makes.
     """
     kv_placement = kv_placement or KvOnDevice()
     stage = stage or Stage.whole(spec.num_layers)
@@ -82,9 +84,10 @@ def load(
         head=head,
         cache=cache,
         kv_placement=kv_placement,
+        adapters=adapters or TokenAdapters(),
     )
     left_out = weights.names_of_predictors(spec.num_layers, spec.num_predictors) + _of_shared_keys(weights, spec)
-    weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers) + left_out)
+    weights.refuse_leftovers(of_other_stages(weights, stage, spec.num_layers) + left_out)
     placement.finish()
     return model
 
@@ -96,7 +99,7 @@ def _of_shared_keys(weights: Weights, spec: ArchSpec) -> tuple[str, ...]:
     return tuple(rf"^{re.escape(layer.name_of(role))}\." for layer in layers for role in roles)
 
 
-def _of_other_stages(weights: Weights, stage: Stage, num_layers: int) -> tuple[str, ...]:
+def of_other_stages(weights: Weights, stage: Stage, num_layers: int) -> tuple[str, ...]:
     """Patterns of the tensors that other stages load."""
     if stage.count == 1:
         return ()
@@ -179,12 +182,15 @@ class StackLoader:
 
     def norm(self, role: str, size: int) -> Norm:
         """The norm called `role`, over `size` features, replicated on every rank."""
-        kind, weight = self.spec.norm, self.weights.vector(role, size)
+        kind, weight, bias = self.spec.norm, self.weights.vector(role, size), None
         if isinstance(kind, LayerNormSpec):
             bias = self.weights.bias(role, size) if kind.bias else None
-            return self.backend.norm(weight, bias, kind.eps, is_centred=True)
-        # In float32: near 1 the checkpoint's dtype has no room for what is stored as a distance from 1.
-        return self.backend.norm(weight.float() + 1 if kind.unit_offset else weight, None, kind.eps, is_centred=False)
+        elif kind.unit_offset:  # in float32: near 1 the checkpoint's dtype has no room for a distance from 1
+            weight = weight.float() + 1
+        norm = self.backend.norm(weight, bias, kind.eps, is_centred=isinstance(kind, LayerNormSpec))
+        if self.weights.adapting is None or (isinstance(kind, RmsNormSpec) and kind.unit_offset):
+            return norm
+        return self.weights.adapting.norm(norm, self.weights.all_names(role), weight, bias)
 
     def _plain_norm(self, size: int) -> Norm:
         """The root mean square norm without weights."""
