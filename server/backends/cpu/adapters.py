@@ -82,6 +82,8 @@ class _Ranks:
 class PanelAdapted:
     """An `AdaptedLinear` around a layer that the kernels compute."""
 
+    is_capturable = True
+
     def __init__(self, kernels: Kernels, pool: Pool, layer: PanelFormat, num_rows: int, tokens: TokenAdapters):
         self._pool = pool
         self._layer = layer
