@@ -236,7 +236,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         quantised.quantise,
         quantised.quantise_head,
     )
-    sites = _sites(config, weights, spec, backend, stage)
+    sites = _sites(config, weights, spec.num_layers, backend, stage)
     report = LayerCount(part.num_layers + (spec.encoder.num_layers if spec.encoder and stage.is_first else 0))
     model = model_loading.load(
         *(replace(weights, adapting=sites), spec, backend, cache, placement, kv_placement),
@@ -265,11 +265,11 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     )
 
 
-def _sites(config: ShardConfig, weights: Weights, spec: ArchSpec, backend: Backend, stage: Stage) -> Sites | None:
+def _sites(config: ShardConfig, weights: Weights, num_layers: int, backend: Backend, stage: Stage) -> Sites | None:
     """What notes the layers that adapters can change; None: none are served."""
     if not config.max_adapters:
         return None
-    others = model_loading.of_other_stages(weights, stage, spec.num_layers)
+    others = model_loading.of_other_stages(weights, stage, num_layers)
     return Sites(backend, config.max_adapters, weights.dtype, others)
 
 

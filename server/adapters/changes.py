@@ -353,6 +353,7 @@ class Changes:
         self._refuse_other_parts(module, {"weight", "bias"})
         gain = shift = None
         size = len(weight) if weight is not None else len(bias) if bias is not None else 0
+        weight, bias = (None if own is None else own.to(torch.get_default_device()) for own in (weight, bias))
         if "weight" in module.parts:
             own = self._take(module.parts["weight"], (size,)).float()
             base = torch.ones(size) if weight is None else weight.float()

@@ -91,7 +91,7 @@ class NormSite:
 
     def find(self, changes: Changes) -> NormChange | None:
         """See `Site`."""
-        return changes.norm(self.names, self.weight.cpu(), None if self.bias is None else self.bias.cpu())
+        return changes.norm(self.names, self.weight, self.bias)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Layers that adapters change, in stock operators: linear layers of any format, tables of tokens, norms.
 
-Nothing here waits for the device, but each adapter of a pass is computed for all of its tokens. No captured step can hold
-that, since which adapters there are is the host's business.
+Nothing here waits for the device, but each adapter of a pass is computed for all of its tokens. No captured step can
+hold that, since which adapters there are is the host's business.
 
 Shapes: T tokens, D input features, F output features, E features of a table's row.
 """
@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.protocol import EmbeddingChange, LinearChange, LinearFormat, Norm, NormChange, Summand, TokenAdapters
+from server.backends.protocol import (
+    EmbeddingChange,
+    LinearChange,
+    LinearFormat,
+    Norm,
+    NormChange,
+    Summand,
+    TokenAdapters,
+)
 from server.backends.reference.linear import Gate, activated
 
 C = TypeVar("C")
