@@ -33,6 +33,7 @@ from server.checkpoint.weights import Piece
 CHUNK = 4096  # rows of a table that are looked at together
 MERGE = "merge it with `lockstep merge` and serve the merged model"
 
+SHARED = "shared"  # the table of an encoder-decoder: transformers' stacks read it past whatever is put around it
 HALVES = {"expert_gate": 0, "expert_up": 1}  # of the rows of a parameter of both, by role
 # What transformers calls the parameter of all experts, by role; experts that have no gate have only the first and last.
 PARAMETERS = {"expert_up": "up_proj", "expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
@@ -289,8 +290,20 @@ class Changes:
         if "tokens" in parts:
             replaced = self._other_tokens(piece, module)
         if "table_down" in parts:
-            return self._with_low_rank(replaced, piece, module, read)
+            replaced = self._with_low_rank(replaced, piece, module, read)
+        if module.name == SHARED and "tokens" not in parts:
+            return self._without_effect(module, replaced)
         return replaced if replaced.nbytes else None
+
+    def _without_effect(self, module: Module, change: EmbeddingChange) -> None:
+        """Raise AdapterError unless the change changes nothing."""
+        is_zero = change.up is None or change.down is None or not (change.up.any() and change.down.any())
+        if change.ids is not None or change.gain is not None or not is_zero:
+            one = next(iter(module.parts.values()))
+            raise AdapterError(
+                f"{self._files.told(one)} is of the table that encoder and decoder share, with which peft computes "
+                "nothing: train layers, or `trainable_token_indices`"
+            )
 
     def _with_low_rank(self, replaced: EmbeddingChange, piece: Piece, module: Module, read: Read) -> EmbeddingChange:
         parts, (start, stop) = module.parts, _one(piece)
@@ -341,31 +354,28 @@ class Changes:
         places, order = _places(ids, piece)
         return _replacing([places], [rows[order].to(self._dtype)])
 
-    def norm(self, names: Sequence[str], weight: Tensor | None, bias: Tensor | None) -> NormChange | None:
-        """Of a norm whose own weight and bias [D], if it has them, are these; None: it stays as it is.
+    def norm(self, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float = 0.0) -> NormChange | None:
+        """Of a norm that multiplies by this weight [D], and adds this bias; None: it stays as it is.
 
-        What an adapter has in place of a weight must be 0 where that is 0.
+        What an adapter has in place of a weight must be 0 where that is 0. offset: what is added to stored weights.
         """
         found = dict.fromkeys(plain_name(name) for name in names)
         module = next((module for name in found if (module := self._files.modules.get(name)) is not None), None)
         if module is None:
             return None
         self._refuse_other_parts(module, {"weight", "bias"})
-        gain = shift = None
-        size = len(weight) if weight is not None else len(bias) if bias is not None else 0
-        weight, bias = (None if own is None else own.to(torch.get_default_device()) for own in (weight, bias))
+        size, gain = len(weight), torch.ones(len(weight))
         if "weight" in module.parts:
-            own = self._take(module.parts["weight"], (size,)).float()
-            base = torch.ones(size) if weight is None else weight.float()
+            own, base = self._take(module.parts["weight"], (size,)).float() + offset, weight.float()
             if ((base == 0) & (own != 0)).any():
                 raise AdapterError(f"{self._files.told(module.parts['weight'])} is not 0 where the model's is: {MERGE}")
-            gain = own / torch.where(base == 0, torch.ones_like(base), base)
+            gain = torch.where(base == own, 1, own / base)
         before = torch.zeros(size) if bias is None else bias.float()
         after = self._take(module.parts["bias"], (size,)).float() if "bias" in module.parts else before
-        shift = after - (before if gain is None else before * gain)
-        gain = None if gain is None or bool((gain == 1).all()) else gain
-        shift = shift if bool(shift.any()) else None
-        return None if gain is None and shift is None else NormChange(gain, shift)
+        shift, has_gain = after - before * gain, bool((gain != 1).any())
+        if not has_gain and not shift.any():
+            return None
+        return NormChange(gain if has_gain else None, shift if shift.any() else None)
 
     def refuse_leftovers(self, elsewhere: Sequence[str] = ()) -> None:
         """Raise AdapterError if no layer has taken some tensors.
