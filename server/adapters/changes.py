@@ -25,13 +25,17 @@ from torch import Tensor
 
 from server.adapters.config import AdapterError
 from server.adapters.files import AdapterFiles, Module
-from server.adapters.names import plain_name
+from server.adapters.names import experts_of, plain_name
 from server.backends.protocol import EmbeddingChange, LinearChange, LowRank, NormChange
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Piece
 
 CHUNK = 4096  # rows of a table that are looked at together
 MERGE = "merge it with `lockstep merge` and serve the merged model"
+
+HALVES = {"expert_gate": 0, "expert_up": 1}  # of the rows of a parameter of both, by role
+# What transformers calls the parameter of all experts, by role; experts that have no gate have only the first and last.
+PARAMETERS = {"expert_up": "up_proj", "expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
 
 Read = Callable[[Ranges], Tensor]  # rows of a whole layer, with all inputs
 
@@ -57,10 +61,14 @@ class Linear:
     bias: Tensor | None = None
 
     def multiply(self, first: int, by: Tensor) -> None:
-        """Outputs from `first` on, by numbers [n]."""
+        """Outputs from `first` on, by numbers [n], with what has been put in place of some."""
         if self.gain is None:
             self.gain = torch.ones(self.num_outputs)
         self.gain[first : first + len(by)] *= by
+        for place, part in enumerate(self.parts):
+            if first <= part.first < first + len(by):
+                own = by[part.first - first :][: len(part.up)].unsqueeze(1)
+                self.parts[place] = replace(part, up=(part.up.float() * own).to(part.up.dtype))
 
     def add(self, first: int, what: Tensor) -> None:
         """To outputs from `first` on, numbers [n]."""
@@ -135,32 +143,39 @@ class Changes:
             self._low_rank(found, piece, LowRankUpdate(down, up, scale, magnitude, up_bias), read)
 
     def _change_expert(self, found: Linear, piece: Piece) -> None:
-        """From tensors of all experts, whose layer is a parameter of its module."""
-        assert piece.expert is not None
-        for name in dict.fromkeys(plain_name(name) for name in piece.names):
-            owner, _, parameter = name.rpartition(".")
-            module = self._files.modules.get(owner)
-            for parts in (module.parts, *module.layers.values()) if module is not None else ():
-                if "down" not in parts or not self._is_of(parts, piece):
-                    continue
-                assert module is not None
-                down = self._take(parts["down"], (None, piece.size[1]))
-                key = f"{module.name}.{parameter}"
-                rank = self._config.rank_of(key)
-                if len(down) != rank * piece.num_experts:
-                    raise AdapterError(
-                        f"{self._files.told(parts['down'])} has {len(down)} rows, and by {self._config.path} each of "
-                        f"{piece.num_experts} experts has {rank}: they do not belong together"
-                    )
-                up = self._take(parts["up"], (piece.size[0], len(down)))[:, piece.expert :: piece.num_experts]
-                down = down[piece.expert * rank : (piece.expert + 1) * rank]
-                self._low_rank(found, piece, LowRankUpdate(down, up, self._config.scale_of(key)), piece.read)
-                return
+        """From tensors of all experts, of which each is of a parameter of their module.
 
-    def _is_of(self, parts: dict[str, str], piece: Piece) -> bool:
-        """Whether matrices of all experts are for this layer: no two of a mixture's parameters have the same sizes."""
-        sizes = self._files.shape_of(parts["up"])[0], self._files.shape_of(parts["down"])[-1]
-        return sizes == piece.size
+        No two of a mixture's parameters have the same sizes. Of gated experts, rows of the gate come first.
+        """
+        assert piece.expert is not None
+        experts = dict.fromkeys(experts_of(name) for name in piece.names)
+        module = next((module for name in experts if (module := self._files.modules.get(name)) is not None), None)
+        if module is None:
+            return
+        levels = [parts for parts in (module.parts, *module.layers.values()) if "down" in parts]
+        sizes = [(self._files.shape_of(p["up"])[0], self._files.shape_of(p["down"])[-1]) for p in levels]
+        (outputs, inputs), half = piece.size, HALVES.get(piece.role)
+        if half is not None and (2 * outputs, inputs) in sizes:
+            rows = [(half * outputs + start, half * outputs + stop) for start, stop in piece.rows]
+            whole = replace(piece, size=(2 * outputs, inputs), rows=rows)
+            self._add_expert(found, whole, f"{module.name}.gate_up_proj", levels[sizes.index(whole.size)])
+        elif piece.size in sizes and piece.role in PARAMETERS:
+            parts = levels[sizes.index(piece.size)]
+            self._add_expert(found, piece, f"{module.name}.{PARAMETERS[piece.role]}", parts)
+
+    def _add_expert(self, found: Linear, piece: Piece, key: str, parts: dict[str, str]) -> None:
+        """key: what PEFT calls the parameter."""
+        assert piece.expert is not None
+        down, rank = self._take(parts["down"], (None, piece.size[1])), self._config.rank_of(key)
+        count = piece.num_experts
+        if len(down) != rank * count:
+            raise AdapterError(
+                f"{self._files.told(parts['down'])} has {len(down)} rows, and by {self._config.path} each of {count} "
+                f"experts has {rank}: they do not belong together"
+            )
+        up = self._take(parts["up"], (piece.size[0], len(down)))[:, piece.expert :: count]
+        down = down[piece.expert * rank : (piece.expert + 1) * rank]
+        self._low_rank(found, piece, LowRankUpdate(down, up, self._config.scale_of(key)), piece.read)
 
     def _change_tied(self, found: Linear, piece: Piece, table: Module, *, has_own: bool) -> None:
         """What changes a table and the head that is tied to it."""

@@ -1,6 +1,6 @@
 """Converts old files once: `*.bin` weights to safetensors, and a slow tokenizer to tokenizer.json.
 
-    python -P -m server.checkpoint.convert weights|tokenizer SOURCE TARGET
+    python -P -m server.checkpoint.convert weights|adapter|tokenizer SOURCE TARGET
 
 A process of its own, because it imports torch and transformers and reads files that may be hostile; the launcher runs
 it. A `.bin` is a pickle: it is read with `weights_only=True` or not at all, there is no second attempt. The result is
@@ -39,6 +39,15 @@ def convert_weights(source: Path, target: Path) -> None:
         print(f"Converting {path.name} ({number} of {len(files)})", flush=True)
         tensors, names = _distinct_tensors(_read_checkpoint(path))
         save_file(tensors, target / f"{path.stem}.safetensors", metadata={"format": "pt", **names})
+
+
+def _convert_adapter(source: Path, target: Path) -> None:
+    """Write PEFT's adapter_model.bin as adapter_model.safetensors, each tensor on its own, and its config."""
+    print("Converting adapter_model.bin", flush=True)
+    tensors, names = _distinct_tensors(_read_checkpoint(checked_file(source, "adapter_model.bin")))
+    tensors |= {name: tensors[kept].clone() for name, kept in names.items()}
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(checked_file(source, "adapter_config.json"), target / "adapter_config.json")
 
 
 def _refuse_torchao(source: Path) -> None:
@@ -139,7 +148,11 @@ def _settings(source: Path, name: str) -> dict[str, Any]:
     return read_json(source / name, "settings of the model") if (source / name).exists() else {}
 
 
-CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"weights": convert_weights, "tokenizer": _convert_tokenizer}
+CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {
+    "weights": convert_weights,
+    "adapter": _convert_adapter,
+    "tokenizer": _convert_tokenizer,
+}
 
 
 def convert_once(kind: str, source: Path, target: Path) -> None:
@@ -162,7 +175,7 @@ def convert_once(kind: str, source: Path, target: Path) -> None:
 def main(argv: list[str]) -> int:
     """Run the conversion that the arguments name. Returns the exit code; what is wrong goes to standard error."""
     if len(argv) != 3 or argv[0] not in CONVERSIONS:
-        print("usage: python -m server.checkpoint.convert weights|tokenizer SOURCE TARGET", file=sys.stderr)
+        print("usage: python -m server.checkpoint.convert weights|adapter|tokenizer SOURCE TARGET", file=sys.stderr)
         return 2
     kind, source, target = argv[0], Path(argv[1]), Path(argv[2])
     try:

@@ -47,7 +47,9 @@ REMAINS_SECONDS = 3600  # a temporary file not written for so long belongs to no
 RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 
 Report = Callable[[str], None]  # shows one line to the user
-Convert = Callable[[str, Path, Path], None]  # ("weights" or "tokenizer", source folder, target folder)
+Convert = Callable[[str, Path, Path], None]  # ("weights", "adapter" or "tokenizer", source folder, target folder)
+MODEL, ADAPTER = "config.json", "adapter_config.json"  # what describes a repository, and which it must have
+ADAPTER_WEIGHTS, OLD_ADAPTER_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,53 @@ def resolve(
     )
 
 
-def local_folder(model_id: str) -> Path | None:
+def resolve_adapter(
+    name: str,
+    *,
+    convert: Convert,
+    user_cache: Path,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    endpoint: str | None = None,
+    report: Report = print,
+    pauses: Sequence[float] = PAUSES,
+) -> Path:
+    """The folder of an adapter, with its config and weights in safetensors; see `resolve`. Raises HubError."""
+    folder = local_folder(name, "adapter")
+    if folder is None:
+        folder = Repository(name, revision, cache_dir, token, offline, endpoint, report, pauses, kind=ADAPTER).download(
+            True
+        )
+    config = checked_file(folder, ADAPTER)
+    refuse_placeholder(config)
+    weights = _adapter_weights(path.name for path in folder.iterdir())
+    if weights != [OLD_ADAPTER_WEIGHTS]:
+        for one in weights:
+            check_safetensors(checked_file(folder, one))
+        return folder
+    sources = [config, checked_file(folder, OLD_ADAPTER_WEIGHTS)]
+    return _converted("adapter", folder, sources, convert, user_cache, report)
+
+
+def _adapter_weights(names: Iterable[str]) -> list[str]:
+    """The names of the files that hold an adapter's tensors, of all in its folder. Raises HubError."""
+    present = sorted(names)
+    several = [name for name in present if name.startswith("adapter_model") and name.endswith(".safetensors")]
+    for found in ([ADAPTER_WEIGHTS], several, [OLD_ADAPTER_WEIGHTS]):
+        if found and set(found) <= set(present):
+            return found
+    raise HubError(f"the adapter has neither {ADAPTER_WEIGHTS} nor {OLD_ADAPTER_WEIGHTS}: give another one")
+
+
+def local_folder(model_id: str, kind: str = "model") -> Path | None:
     """The folder that a model id is the path of; None: a repository's name. Raises HubError for a path to nothing."""
     local = Path(os.path.expanduser(model_id))
     if model_id and local.is_dir():
         return local.resolve()
     if model_id.startswith((".", "/", "~")):
-        raise HubError(f"the model {model_id} is not a folder: check the path")
+        raise HubError(f"the {kind} {model_id} is not a folder: check the path")
     return None
 
 
@@ -164,7 +206,10 @@ class HubUnreachable(HubError):
 
 @dataclass(frozen=True)
 class Repository:
-    """One revision of one model on the hub. pauses: seconds before each further try of a transfer that failed."""
+    """One revision of one model on the hub, or of an adapter.
+
+    pauses: seconds before each further try of a transfer that failed. kind: the file that describes it.
+    """
 
     model_id: str
     revision: str | None
@@ -175,6 +220,7 @@ class Repository:
     report: Report
     pauses: Sequence[float]
     timeout: float = 20.0  # seconds without an answer of the hub
+    kind: str = MODEL
 
     def describe(self, spare: Path) -> tuple[Path, set[str]]:
         """A folder with config.json, and the names of the repository's files where the hub was asked for them.
@@ -183,7 +229,7 @@ class Repository:
         Raises HubError.
         """
         self._check_names()
-        if self.offline or self._present(["config.json"]):
+        if self.offline or self._present([self.kind]):
             return self._cached("HF_HUB_OFFLINE is set"), set()
         commit, sizes = self._listing()
         for name in {"config.json", *QUANTISATION_FILES} & sizes.keys():
@@ -231,18 +277,19 @@ class Repository:
             )
 
     def _listing(self) -> tuple[str, dict[str, int]]:
-        """The commit, and the size of every file at the top of the repository. Raises HubError without config.json."""
+        """The commit, and the size of every file at the top of the repository. Raises HubError without `kind`."""
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self.endpoint, token=self.token)
         info = self._try(
             lambda: api.model_info(self.model_id, revision=self.revision, files_metadata=True, timeout=self.timeout),
-            () if self._present(["config.json"]) else self.pauses,  # with files in the cache there is no need to wait
+            () if self._present([self.kind]) else self.pauses,  # with files in the cache there is no need to wait
         )
         files = info.siblings or []
         sizes = {file.rfilename: file.size or 0 for file in files if PLAIN_NAME.fullmatch(file.rfilename)}
-        if "config.json" not in sizes:
-            raise HubError(f"{self.model_id} has no config.json: it is not a model that can be served")
+        if self.kind not in sizes:
+            what = "a model" if self.kind == MODEL else "an adapter"
+            raise HubError(f"{self.model_id} has no {self.kind}: it is not {what} that can be served")
         return info.sha or "main", sizes
 
     def _read(self, name: str, commit: str) -> bytes:
@@ -256,6 +303,8 @@ class Repository:
         return answer.content
 
     def _weight_names(self, folder: Path, sizes: dict[str, int]) -> list[str]:
+        if self.kind == ADAPTER:
+            return _adapter_weights(sizes)
         chosen = choose_weights(sizes)
         if not chosen:
             raise HubError(f"{self.model_id} has no weights in a supported format: *.safetensors or *.bin")
@@ -319,7 +368,7 @@ class Repository:
                 revision=self.revision,
                 cache_dir=self.cache_dir,
                 local_files_only=True,
-                allow_patterns=["config.json"],
+                allow_patterns=[self.kind],
             )
         except LocalEntryNotFoundError:
             raise HubError(

@@ -306,7 +306,7 @@ class Piece:
     first: int
     read: Callable[[Ranges], Tensor] = field(compare=False, repr=False)
     read_bias: Callable[[Ranges], Tensor | None] = field(default=lambda rows: None, compare=False, repr=False)
-    expert: int | None = None  # whose matrix it is, where one tensor is of all, of `num_experts`
+    expert: int | None = None  # whose matrix it is, of `num_experts`
     num_experts: int = 0
     is_transposed: bool = False  # whether the checkpoint has it as [inputs, outputs]
 

@@ -517,14 +517,17 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt],
 
 
 @torch.inference_mode()
-def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = ()) -> Tensor:
-    """Logits [T, V] of every position of one sequence, by one forward pass of the decoder."""
+def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = (), adapter: int = 0) -> Tensor:
+    """Logits [T, V] of every position of one sequence, by one forward pass of the decoder.
+
+    adapter: the row of its adapter.
+    """
     table, tables = engine._sequences, engine._tables
     assert table is not None and tables is not None
     decoded, encoded = split(engine, token_ids)
     decoded, blocks = [*decoded, *generated], itertools.count()
     request = pb.StepRequest(chunk_ids=[0], chunk_tokens=[len(decoded)])
-    _add(request, 0, Prompt([]), take(blocks, len(decoded)), (decoded, encoded), blocks)
+    _add(request, 0, Prompt([], adapter=adapter), take(blocks, len(decoded)), (decoded, encoded), blocks)
     plan = table.apply(request)
     tables.add(plan.added, engine.device)
     step = tables.lay_out(plan, engine.device, has_encoder=engine.has_encoder)
