@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from server.adapters.adapters import Adapters
+from server.adapters.identity import content_key
 from server.adapters.sites import Sites
 from server.arch import families
 from server.arch.stages import carried_width, stages_of
@@ -166,6 +167,15 @@ def load_engine(
         fraction=1.0,
     )
     return engine
+
+
+def place_adapters(engine: Engine, folders: Sequence[Path]) -> None:
+    """Put adapters into rows 1, 2 and so on."""
+    assert engine.adapters is not None
+    for row, folder in enumerate(folders, start=1):
+        key = content_key(folder)
+        engine.adapters.prepare(key, folder)
+        engine.adapters.place(row, key)
 
 
 def _places(folder: Path, shard: Shard) -> dict[str, Any]:
