@@ -191,7 +191,7 @@ class Changes:
 
     def _low_rank(self, found: Linear, piece: Piece, own: LowRankUpdate, read: Read) -> None:
         """Add a product of two matrices, as this rank has it."""
-        rows, columns = _ranges(own.up, piece), slice(*piece.columns)
+        rows, columns = _ranges(len(own.up), piece), slice(*piece.columns)
         up = _rows(own.up, rows)
         if own.magnitude is not None and len(up):
             weight = read(rows).float()
@@ -209,22 +209,21 @@ class Changes:
 
     def _replaced(self, found: Linear, piece: Piece, name: str, *, is_vocabulary: bool) -> Read:
         """Put rows of a weight that was trained whole in place of the base's. Returns what reads them."""
-        stored = self._files.shape_of(name)
-        size = piece.size if not is_vocabulary else (self._rows_of(name, piece, is_vocabulary), piece.size[1])
-        is_transposed = piece.is_transposed and stored == (size[1], size[0])
-        whole = self._take(name, (size[1], size[0]) if is_transposed else size)
-        whole = whole.t() if is_transposed else whole
-        ranges = _ranges(whole, piece)
-        weight = _rows(whole, ranges)
-        if len(weight) < piece.num_outputs:  # tokens that the adapter does not know
-            found.add(piece.first + len(weight), torch.full((piece.num_outputs - len(weight),), float("-inf")))
-        differing = [
-            (_rows(whole, [part]).to(self._dtype) != piece.read([part]).to(self._dtype)).any(dim=1)
-            for part in _chunks(ranges)
-        ]
-        places = torch.cat(differing).nonzero().flatten() if differing else torch.zeros(0, dtype=torch.int64)
-        self._put_rows(found, piece, places, weight[places])
-        return partial(_rows, whole)
+        size = (self._rows_of(name, piece, is_vocabulary), piece.size[1])
+        is_turned = piece.is_transposed and self._files.shape_of(name) == (size[1], size[0])
+        read = (
+            partial(_rows, self._take(name, (size[1], size[0])).t()) if is_turned else partial(self._saved, name, size)
+        )
+        ranges = _ranges(size[0], piece)
+        num_known = sum(stop - start for start, stop in ranges)
+        if num_known < piece.num_outputs:  # tokens that the adapter does not know
+            found.add(piece.first + num_known, torch.full((piece.num_outputs - num_known,), float("-inf")))
+        chunks = _chunks(ranges)
+        differing = [(read([part]).to(self._dtype) != piece.read([part]).to(self._dtype)).any(dim=1) for part in chunks]
+        if differing:
+            places = torch.cat(differing).nonzero().flatten()
+            self._put_rows(found, piece, places, read(ranges)[places])
+        return read
 
     def _put_rows(self, found: Linear, piece: Piece, places: Tensor, rows: Tensor) -> None:
         """Rows [n, D] in place of some of the base's. places: [n], ascending, among the piece's."""
@@ -262,7 +261,7 @@ class Changes:
         bias = self._take(name, (self._rows_of(name, piece, is_vocabulary),))
         if piece.columns[0] != 0:
             return
-        ranges = _ranges(bias, piece)
+        ranges = _ranges(len(bias), piece)
         own, base = _rows(bias, ranges).float(), piece.read_bias(ranges)
         difference = own if base is None else own - base
         if difference.any():
@@ -286,16 +285,17 @@ class Changes:
         read: Read = piece.read
         if "weight" in parts:
             replaced = self._other_table(piece, parts["weight"])
-            read = partial(self._saved, parts["weight"])
+            read = partial(self._saved, parts["weight"], self._files.shape_of(parts["weight"]))
         if "tokens" in parts:
             replaced = self._other_tokens(piece, module)
         if "table_down" in parts:
             replaced = self._with_low_rank(replaced, piece, module, read)
         if module.name == SHARED and "tokens" not in parts:
-            return self._without_effect(module, replaced)
+            self._refuse_effect(module, replaced)
+            return None
         return replaced if replaced.nbytes else None
 
-    def _without_effect(self, module: Module, change: EmbeddingChange) -> None:
+    def _refuse_effect(self, module: Module, change: EmbeddingChange) -> None:
         """Raise AdapterError unless the change changes nothing."""
         is_zero = change.up is None or change.down is None or not (change.up.any() and change.down.any())
         if change.ids is not None or change.gain is not None or not is_zero:
@@ -345,9 +345,10 @@ class Changes:
             rows.append(own[differing])
         return _replacing(ids, rows)
 
-    def _saved(self, name: str, ranges: Ranges) -> Tensor:
+    def _saved(self, name: str, shape: Sequence[int], ranges: Ranges) -> Tensor:
         """Rows of a weight that was trained whole."""
-        return torch.cat([self._files.read(name, self._files.shape_of(name), part) for part in ranges])
+        self._taken.add(name)
+        return torch.cat([self._files.read(name, shape, part) for part in ranges])
 
     def _other_tokens(self, piece: Piece, module: Module) -> EmbeddingChange:
         ids, rows = self._tokens(module, module.parts["tokens"], piece.size)
@@ -435,9 +436,9 @@ def _one(piece: Piece) -> tuple[int, int]:
     return part
 
 
-def _ranges(whole: Tensor, piece: Piece) -> Ranges:
-    """The piece's rows, as far as a whole layer's tensor has them."""
-    clipped = [(min(start, len(whole)), min(stop, len(whole))) for start, stop in piece.rows]
+def _ranges(outputs: int, piece: Piece) -> Ranges:
+    """The piece's rows, as far as an adapter has so many."""
+    clipped = [(min(start, outputs), min(stop, outputs)) for start, stop in piece.rows]
     return [(start, stop) for start, stop in clipped if start < stop]
 
 

@@ -87,10 +87,11 @@ class NormSite:
     names: Sequence[str]
     weight: Tensor
     bias: Tensor | None
+    offset: float
 
     def find(self, changes: Changes) -> NormChange | None:
         """See `Site`."""
-        return changes.norm(self.names, self.weight, self.bias)
+        return changes.norm(self.names, self.weight, self.bias, self.offset)
 
 
 @dataclass(frozen=True)
