@@ -55,6 +55,17 @@ def resolve_speculative_model(settings: Settings, environ: Mapping[str, str], lo
     return _one_folder(found)
 
 
+def resolve_adapter(name: str, settings: Settings, environ: Mapping[str, str], log: Log) -> Path:
+    """The folder of an adapter, likewise, with its weights in safetensors. Raises Refusal.
+
+    Behind its name may stand `@` and a revision.
+    """
+    adapter_id, revision = name_and_revision(name)
+    return _with_hub(
+        lambda options: hub.resolve_adapter(adapter_id, revision=revision, **options), settings, environ, log
+    )
+
+
 def name_and_revision(given: str) -> tuple[str, str | None]:
     """What a model is called, and what stands behind `@`, if anything does and it is no folder's name."""
     if Path(given).expanduser().is_dir():
@@ -80,18 +91,21 @@ def _resolve(
     model_id: str, revision: str | None, settings: Settings, environ: Mapping[str, str], log: Log, **options: Any
 ) -> hub.ResolvedModel:
     """With the hub as the settings and the environment have it. Raises Refusal."""
+    return _with_hub(lambda usual: hub.resolve(model_id, revision=revision, **usual, **options), settings, environ, log)
+
+
+def _with_hub(resolve: Callable[[dict[str, Any]], T], settings: Settings, environ: Mapping[str, str], log: Log) -> T:
+    """What it returns with the options of the settings and the environment. Raises Refusal."""
+    options = {
+        "cache_dir": settings.values["huggingface_hub_cache"],
+        "token": _token(environ),
+        "offline": is_offline(environ),
+        "report": log.info,
+        "convert": convert_in_child(child_environment(environ, True)),
+        "user_cache": Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
+    }
     try:
-        return hub.resolve(
-            model_id,
-            revision=revision,
-            cache_dir=settings.values["huggingface_hub_cache"],
-            token=_token(environ),
-            offline=is_offline(environ),
-            report=log.info,
-            convert=convert_in_child(child_environment(environ, True)),
-            user_cache=Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
-            **options,
-        )
+        return resolve(options)
     except HubError as error:
         raise Refusal([str(error)], 1) from None
 
