@@ -60,15 +60,19 @@ def add_post(
     events: Any = None,
     last_data: str = "",
     errors: Any = ErrorResponse,
+    text: bool = False,
 ) -> None:
     """Serve a route that takes JSON.
 
     bodies: one of these. answer: the JSON that answers; events: what a stream's events are, if there may be one;
-    last_data: what its last event may say in place of JSON; errors: TGI's alone may be a 422.
+    last_data: what its last event may say in place of JSON; errors: TGI's alone may be a 422; text: whether a sentence
+    answers.
     """
     every = [_inlined(body, "validation") for body in ([bodies] if isinstance(bodies, type) else bodies)]
     content = {"application/json": {"schema": every[0] if len(every) == 1 else {"anyOf": every}}}
     good: Json = {}
+    if text:
+        good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         good["model"] = answer
     if events is not None:
