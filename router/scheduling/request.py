@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from router.drafting.speculation import Drafting
 from router.errors import RouterError
+from router.scheduling.adapters import Adapter
 from router.scheduling.fairness import MIN_ADVANCE
 from router.scheduling.grammar import CompiledGrammar, Continuation, Match
 from router.scheduling.prefix_moves import KEY_BYTES, DiskWait
@@ -64,6 +65,7 @@ class ValidRequest:
     prediction: Sequence[int] = ()  # what much of the answer may be: guesses come from it too
     speculate: int | None = None  # tokens that may be guessed for a step; None: as many as the server allows
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
+    adapter: Adapter | None = None  # what changes the model for it; None: the model as it is
 
     @property
     def wanted_tokens(self) -> int:
