@@ -1,4 +1,4 @@
-"""Which adapters are in rows: nobody computes with another's, none is forgotten that a step may name, nobody starves."""
+"""Which adapters are in rows: nobody computes with another's, none is forgotten that a step names, nobody starves."""
 
 from __future__ import annotations
 
@@ -223,6 +223,28 @@ def test_a_row_that_loses_its_adapter_for_the_bytes_alone_is_emptied_first() -> 
     world.rows.arrange(world.queue)
     empty, full = world.rows.take_changes(9)
     assert b"" == empty.key and adapter_of(2).key == full.key and empty.row != full.row
+
+
+def test_none_is_forgotten_before_the_shards_know_that_its_row_has_another() -> None:
+    world = world_of([10] * 2, 1)
+    for number in (0, 1):
+        world.ask(number)
+        world.step()
+        world.prepare()
+        world.step()
+        world.end(0)
+    assert world.under_way and adapter_of(0).key in world.at_hand
+    world.ask(0)
+    world.arrange()  # the step that says so is not sent yet
+    world.forget()
+    assert adapter_of(1).key in world.at_hand
+    world.step()
+    world.step()
+    world.forget()
+    assert adapter_of(1).key in world.at_hand
+    world.step()
+    world.forget()
+    assert {adapter_of(0).key} == world.at_hand
 
 
 def test_popular_ones_make_room_for_one_that_waits() -> None:
