@@ -78,6 +78,8 @@ class ShardConfig:
     speculative_model: str | None = None  # local folder with config.json and *.safetensors
     speculative_method: str = "auto"
     speculate: int = 0  # tokens proposed for a sequence in a step, at most
+    max_adapters: int = 0  # on the device at once; 0: none are served
+    adapter_bytes: int = 0  # memory for them on each rank's device
 
     dtype: str | None = field(
         default=None,

@@ -22,7 +22,8 @@ PATHS = (ROOT, ROOT / "deploy" / "ray")
 ROOMS = (
     "host",
     *("server.blocks", "server.pb", "server.arch", "server.quantisation", "server.ranks", "server.backends"),
-    *("server.checkpoint", "server.offload", "server.prefix", "server.config", "server.link", "server.stepping"),
+    *("server.checkpoint", "server.adapters", "server.offload", "server.prefix", "server.config", "server.link"),
+    "server.stepping",
     *("server.layers", "server.model", "server.drafting", "server.fallback", "server.quantize", "server"),
     *("router.errors", "router.config", "router.text", "router.sandbox", "router.drafting", "router.scheduling"),
     *("router.grammars", "router.shards", "router.accounts", "router.telemetry", "router.batching", "router.requests"),

@@ -14,10 +14,11 @@ input features, F output features, E experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ class StepMeta:
     block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
     rows: Tensor | None = None  # [S] where recurrent layers keep each sequence's state; 0: nobody's
     ring_tables: Tensor | None = None  # [S, longest] as `block_tables`, in windowed layers' rings; None: there are none
+    adapters: TokenAdapters | None = None  # which the tokens have; None: none has one
     rewind: Rewind | None = None  # what recurrent layers do beside advancing; None: nothing
 
     @cached_property
@@ -192,19 +194,71 @@ class LinearChange:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
+@dataclass(frozen=True)
+class EmbeddingChange:
+    """What an adapter makes of a row of a table: gain * row + scale * (the token's row of `down` @ up).
+
+    Where `ids` names the token, `rows` has its row instead.
+    """
+
+    down: Tensor | None = None  # [Vl, r] in the model's dtype, Vl being this rank's tokens; None: nothing is added
+    up: Tensor | None = None  # [r, E], likewise
+    scale: float = 1.0
+    gain: Tensor | None = None  # [E] float32; None: ones
+    ids: Tensor | None = None  # [n] int64, ascending, among this rank's tokens
+    rows: Tensor | None = None  # [n, E] in the model's dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        tensors = (self.down, self.up, self.gain, self.ids, self.rows)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class NormChange:
+    """What an adapter makes of a norm's output: gain * output + bias."""
+
+    gain: Tensor | None = None  # [D] float32; None: ones
+    bias: Tensor | None = None  # [D] float32; None: zeros
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(tensor.nbytes for tensor in (self.gain, self.bias) if tensor is not None)
+
+
 @dataclass
 class TokenAdapters:
-    """Which adapter each token has of what is computed at the moment. Adapters lie in rows from 1 on; 0 is none.
+    """Which adapter each token of a pass has. Adapters lie in rows from 1 on; 0 is none.
 
-    It changes from pass to pass, and all adapted layers of a model share it.
+    All adapted layers of a model share one, which says so of the pass that is computed at the moment.
     """
 
     rows: Tensor | None = None  # [T] int64; None: no token has one
     present: Sequence[int] = ()  # those rows, each once, as far as the host knows them: in a captured step it does not
 
+    def at(self, places: Tensor | slice) -> TokenAdapters:
+        """The same of some of the tokens."""
+        return TokenAdapters(None if self.rows is None else self.rows[places], self.present)
+
+    @contextmanager
+    def of(self, pass_adapters: TokenAdapters | None) -> Iterator[None]:
+        """Say so of a pass within the block, and then that no token has one."""
+        if pass_adapters is not None:
+            self.rows, self.present = pass_adapters.rows, pass_adapters.present
+        try:
+            yield
+        finally:
+            self.rows, self.present = None, ()
+
 
 class AdaptedLinear(LinearFormat, Protocol):
     """A `LinearFormat` whose product is another one for tokens that have adapters, as `TokenAdapters` says."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a captured step computes it, whatever is put into rows later."""
 
     def put(self, row: int, change: LinearChange | None) -> None:
         """From now on the adapter in `row` changes the layer so. None: not at all."""
@@ -368,7 +422,7 @@ class Norm(ABC):
     """Normalises alone, or behind the addition of a layer's output to the residual stream."""
 
     # Whether adding in `add` costs less than adding what follows a matrix product to the product.
-    absorbs_addition: ClassVar[bool] = False
+    absorbs_addition: bool = False
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ Shapes: T tokens, D model width, F local width of the mlp, E experts, k experts 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +16,16 @@ from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Norm, RouterRule, Routing
 from server.checkpoint.experts import SeparateExperts, StackedExperts
 from server.checkpoint.weights import Weights
-from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
+from server.layers.linear import (
+    Branch,
+    ColumnLinear,
+    Matrix,
+    RowLinear,
+    load_column,
+    load_dense,
+    load_linear,
+    load_row,
+)
 
 
 @dataclass(frozen=True)
@@ -116,16 +124,15 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
 def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear) -> ColumnLinear:
     """[gate | up] of this rank, from one tensor or from two."""
     start, stop = weights.shard.range(width)
-    make_gated = partial(make_linear, is_gated=True)
     if weights.holds("mlp_gate_up") or not weights.has("mlp_gate"):
         ranges = [(start, stop), (width + start, width + stop)]
         size = (2 * width, spec.hidden_size)
-        return load_column(weights, "mlp_gate_up", size, make_gated, bias=spec.mlp_bias, ranges=ranges)
+        return load_column(weights, "mlp_gate_up", size, make_linear, bias=spec.mlp_bias, ranges=ranges, is_gated=True)
     size, part = (width, spec.hidden_size), [(start, stop)]
     roles = ("mlp_gate", "mlp_up")
-    weight = stacked([weights.linear(role, size, rows=part) for role in roles], make_linear, is_gated=True)
+    pieces = [weights.piece(role, size, rows=part) for role in roles]
     bias = torch.cat([weights.bias(role, width, ranges=part) for role in roles]) if spec.mlp_bias else None
-    return ColumnLinear(weight, bias)
+    return ColumnLinear(load_linear(weights, pieces, make_linear, is_gated=True), bias)
 
 
 def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> MoeMlp:
@@ -134,7 +141,7 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
     experts = (StackedExperts if weights.names.stacks else SeparateExperts)(weights, kind, hidden)
     down_bias = experts.down_bias() if kind.bias else None  # which every rank reads, and one adds
     return MoeMlp(
-        router=backend.linear(weights.rows("router", (count, hidden))),
+        router=load_dense(weights, [weights.piece("router", (count, hidden))], backend.linear),
         routing=_load_routing(weights, kind, backend),
         up=backend.grouped(map(experts.gate_up, range(count)), count, is_gated=kind.gated),
         down=backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max),
@@ -143,7 +150,9 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
         up_bias=experts.gate_up_bias() if kind.bias else None,
         down_bias=down_bias if weights.shard.rank == 0 else None,
         shared=_load_shared(weights, spec, kind, backend) if kind.shared_width else None,
-        shared_gate=backend.linear(weights.rows("shared_router", (1, hidden))) if kind.shared_gate else None,
+        shared_gate=load_dense(weights, [weights.piece("shared_router", (1, hidden))], backend.linear)
+        if kind.shared_gate
+        else None,
         router_norm=_load_router_norm(weights, spec, backend) if kind.router_norm else None,
         weighs_inputs=kind.weighs_inputs,
     )
@@ -171,8 +180,8 @@ def _load_shared(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) 
         return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)
     if weights.has("shared_gate_up"):
         rows = [(start, stop), (width + start, width + stop)]
-        halves = [weights.linear("shared_gate_up", (2 * width, spec.hidden_size), rows=rows)]
+        halves = [weights.piece("shared_gate_up", (2 * width, spec.hidden_size), rows=rows)]
     else:
-        halves = [weights.linear(role, size, rows=[(start, stop)]) for role in ("shared_gate", "shared_up")]
-    up = ColumnLinear(stacked(halves, backend.linear, is_gated=True), None)
+        halves = [weights.piece(role, size, rows=[(start, stop)]) for role in ("shared_gate", "shared_up")]
+    up = ColumnLinear(load_linear(weights, halves, backend.linear, is_gated=True), None)
     return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)

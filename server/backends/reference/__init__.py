@@ -34,6 +34,7 @@ from server.backends.protocol import (
     ShortConvWeights,
     TokenAdapters,
 )
+from server.backends.reference.adapters import StockAdapted
 from server.backends.reference.attention import BatchedAttention
 from server.backends.reference.convolution import StockShortConv
 from server.backends.reference.delta import StockDelta
@@ -42,7 +43,6 @@ from server.backends.reference.linear import (
     Gate,
     GroupedDense,
     LoopedExperts,
-    StockAdapted,
     StockRouting,
     make_norm,
     stock_gate,
