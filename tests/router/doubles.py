@@ -29,7 +29,7 @@ from router.scheduling.request import Entry, Event, Failed, Finished, Sampling, 
 from router.shards.wire import token_mask
 from router.telemetry.metrics import Metrics, StepTrace
 from router.text.tokenizer import ModelTokenizer
-from tests.router.fake_shards import FakeShardedClient, allowed_ids, fake_next_token
+from tests.router.fake_shards import FakeShardedClient, adapter_seed, allowed_ids, fake_next_token
 
 EOS = 256  # in byte_tokenizer
 # Of a model with states: blocks from one place where they are kept to the next, and blocks that they take. Of one with
@@ -114,6 +114,8 @@ def fake_shards(limits: Limits, **overrides: Any) -> FakeShardedClient:
             "checkpoint_blocks": limits.checkpoint_blocks,
             "window_blocks": limits.window_blocks,
             "most_at_once": limits.most_at_once,
+            "adapter_rows": limits.adapter_rows,
+            "adapter_bytes": limits.adapter_bytes,
             **overrides,
         }
     )
@@ -127,15 +129,16 @@ def request_of(prompt: Sequence[int] | int, max_new_tokens: int = 4, seed: int =
 def tokens_alone(request: ValidRequest, vocab_size: int = 256, next_token: NextToken = fake_next_token) -> list[int]:
     """What fake shards generate for the request when nothing else runs and no EOS comes."""
     prompt = [*request.encoder_ids, *request.token_ids]
+    seed = adapter_seed(request.sampling.seed, b"" if request.adapter is None else request.adapter.key)
     token_ids: list[int] = []
     while len(token_ids) < request.max_new_tokens:
         if request.grammar is None:
-            token_ids.append(next_token([*prompt, *token_ids], request.sampling.seed, vocab_size))
+            token_ids.append(next_token([*prompt, *token_ids], seed, vocab_size))
         else:
             found = fake_rule(token_ids)
             token_ids += found.forced
             allowed = allowed_ids(token_mask(found.mask, []), vocab_size)
-            given = next_token([*prompt, *token_ids], request.sampling.seed, vocab_size)
+            given = next_token([*prompt, *token_ids], seed, vocab_size)
             token_ids.append(allowed[given % len(allowed)])
     return token_ids[: request.max_new_tokens]
 
