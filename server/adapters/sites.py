@@ -1,7 +1,6 @@
 """What adapters can change of a model, on one rank: its layers, noted while they are loaded.
 
-Left out: norms whose weights are stored as distances from 1, and those over the whole width of queries or keys; what an
-adapter has for these is refused by its name.
+Left out: norms over the whole width of queries or keys; what an adapter has for these is refused by its name.
 """
 
 from __future__ import annotations
@@ -88,10 +87,11 @@ class NormSite:
     names: Sequence[str]
     weight: Tensor
     bias: Tensor | None
+    offset: float
 
     def find(self, changes: Changes) -> NormChange | None:
         """See `Site`."""
-        return changes.norm(self.names, self.weight, self.bias)
+        return changes.norm(self.names, self.weight, self.bias, self.offset)
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ class Sites:
         self.all.append(TableSite(adapted, piece))
         return adapted
 
-    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> Norm:
+    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
         """See `weights.Adapting`."""
         adapted = AdaptedNorm(norm, self.tokens)
-        self.all.append(NormSite(adapted, names, weight, bias))
+        self.all.append(NormSite(adapted, names, weight, bias, offset))
         return adapted
 
     def read(self, key: bytes, folder: Path) -> list[Change]:

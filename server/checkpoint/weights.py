@@ -340,8 +340,8 @@ class Adapting(Protocol):
     def table(self, piece: Piece) -> Callable[[Tensor, Tensor], Tensor]:
         """What changes rows [T, E] of a table. It is called with the tokens [T], counted from the piece's first."""
 
-    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> Norm:
-        """A norm that has one of these names and these numbers [D]."""
+    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
+        """A norm that has one of these names and these numbers [D]. offset: added to the weight that is stored."""
 
 
 @dataclass(frozen=True)

@@ -47,24 +47,30 @@ def leaves_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     return [*dict.fromkeys(name for name in found if not name.isdigit())]
 
 
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+
+
 def options_of(model: nn.Module) -> Options:
     """How an adapter of this model may be configured."""
     named = {id(module): name for name, module in model.named_modules()}
     table, head = (named[id(found)] for found in (model.get_input_embeddings(), model.get_output_embeddings()))
     first, second, *others = leaves_of(model, nn.Linear, Conv1D)
-    norms = [name.rpartition(".")[2] for name, m in model.named_modules() if "Norm" in type(m).__name__]
+    norms = [name.rpartition(".")[2] for name, m in model.named_modules() if is_norm(m)]
     some = [first, second, *others[:1]]
     has_biases = any(name.endswith(".bias") for name, _ in model.named_parameters())
     options: Options = {
         "plain": {},
         "patterns": {
-            "rank_pattern": {first: 8, rf"^.*\.1\..*{second}": 2, r".*\.2\..*": 3},
-            "alpha_pattern": {rf"{second}": 3, r"^.*\.0\..*": 11},
+            # In the order of the letters, in which PEFT saves them.
+            "rank_pattern": {r".*\.2\..*": 3, rf"^.*\.1\..*{second}": 2, first: 8},
+            "alpha_pattern": {r".*\.0\..*": 11, second: 3},
         },
         "rank-stabilised": {"use_rslora": True, "rank_pattern": {first: 16}},
         "dora": {"use_dora": True},
         "lora-bias": {"lora_bias": True},
-        "saved": {"target_modules": [first], "modules_to_save": [table, head, second, *norms[-1:]]},
+        "saved": {"target_modules": [first], "modules_to_save": [head, second, *norms[-1:]]},
+        "saved-table": {"target_modules": [first], "modules_to_save": [table]},
         "embedding": {"target_modules": [*some, table, head]},
         "embedding-dora": {"target_modules": [*some, table, head], "use_dora": True, "use_rslora": True},
         "tokens": {"target_modules": some, "trainable_token_indices": [PROMPT[3], 99, PROMPT[0]]},

@@ -531,6 +531,6 @@ def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = 
     plan = table.apply(request)
     tables.add(plan.added, engine.device)
     step = tables.lay_out(plan, engine.device, has_encoder=engine.has_encoder)
-    logits = engine.model.logits(engine.hidden(step))
+    logits = engine.model.logits(engine.hidden(step), step.forward.meta.adapters)
     table.apply(pb.StepRequest(retire=[0]))
     return logits
