@@ -258,8 +258,17 @@ class AdapterRows:
         self._settling = {key: step if at is None else at for key, at in self._settling.items()}
         return sorted((Placed(*change) for change in changes.items()), key=lambda placed: bool(placed.key))
 
+    def failed(self, step: int, placed: Iterable[Placed]) -> None:
+        """It is not known what the shards did of what this step told them: the next one says it again."""
+        keys = {row: key for key, row in self._rows.items()}
+        for row, _ in placed:
+            key = self._changes.setdefault(row, keys.get(row, b""))
+            if key:
+                self._settling[key] = None
+        self.computed(step)
+
     def computed(self, step: int) -> None:
-        """The shards have done what this step told them, also where it failed: rows come before all that may fail."""
+        """The shards have done what this step told them."""
         if self._settling:
             self._settling = {key: at for key, at in self._settling.items() if at is None or at > step}
 
@@ -283,6 +292,11 @@ class AdapterRows:
         assert key not in self._sizes and self.fits(size)
         self._sizes[key] = size
         self.waiting_bytes += size
+        self.not_wanted(key)
+
+    def not_wanted(self, key: bytes) -> None:
+        """Nothing has to be done for an adapter now: it is at hand, or cannot be."""
+        self.wanted = [adapter for adapter in self.wanted if adapter.key != key]
 
     def forgotten(self) -> list[bytes]:
         """What the shards are to forget, because it has no room in the memory of hosts. It is not prepared any more."""

@@ -419,7 +419,7 @@ class Scheduler(Generic[S]):
     def failed(self, plan: StepPlan[S]) -> list[S]:
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
         self._lanes.answered(plan)
-        self.adapters.computed(plan.number)
+        self.adapters.failed(plan.number, plan.adapters)
         self._cache.failed(plan.filled, plan.saves, plan.restores)
         self._cache.lose(plan.concerned, plan.copies)
         lost = [entry for id, entry in plan.concerned.items() if entry.id == id]

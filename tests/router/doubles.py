@@ -13,16 +13,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from router.batching.adapter_mover import AdapterMover
 from router.batching.batcher import Batcher
 from router.errors import GenerationError
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
+from router.scheduling.adapters import Adapter, AdapterRows
 from router.scheduling.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Mask, Match, OnAnswer
 from router.scheduling.limits import Limits
 from router.scheduling.request import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
@@ -124,6 +127,12 @@ def fake_shards(limits: Limits, **overrides: Any) -> FakeShardedClient:
 def request_of(prompt: Sequence[int] | int, max_new_tokens: int = 4, seed: int = 0, **fields: Any) -> ValidRequest:
     token_ids = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
     return ValidRequest(token_ids, max_new_tokens, Sampling(do_sample=seed != 0, seed=seed), **fields)
+
+
+def adapter_of(number: int, content: str = "") -> Adapter:
+    """One of many, whose folder is `/number`."""
+    key = blake2b(f"{number} {content}".encode(), digest_size=16).digest()
+    return Adapter(f"adapter-{number}", key, f"/{number}")
 
 
 def tokens_alone(request: ValidRequest, vocab_size: int = 256, next_token: NextToken = fake_next_token) -> list[int]:
@@ -247,6 +256,7 @@ class Running:
     shards: FakeShardedClient
     limits: Limits
     traces: list[StepTrace] = field(default_factory=list)
+    adapters: AdapterMover = field(default_factory=AdapterMover)
 
 
 @asynccontextmanager
@@ -258,16 +268,24 @@ async def running(
     shards = shards or fake_shards(limits)
     traces: list[StepTrace] = []
     matching = matching or FakeMatching()
-    batcher = Batcher(shards, byte_tokenizer(), limits, Metrics(limits), matching=matching, trace=traces.append)
+    sizes = (limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
+    adapters = AdapterMover(shards, AdapterRows(*sizes))
+    batcher = Batcher(
+        *(shards, byte_tokenizer(), limits, Metrics(limits)),
+        matching=matching,
+        adapters=adapters,
+        trace=traces.append,
+    )
     task = asyncio.create_task(batcher.run())
     try:
-        yield Running(batcher, shards, limits, traces)
+        yield Running(batcher, shards, limits, traces, adapters)
         await batcher.drain(5)
         assert batcher._ended.is_set(), "the loop did not end by itself"
         assert not matching.num_followed, "texts that nobody wants are followed"
     finally:
         task.cancel()
         await asyncio.wait({task})
+        await adapters.close()
         if not task.cancelled():
             task.result()
 

@@ -24,7 +24,7 @@ from router.shards.client import (
     StepReply,
     StepRequest,
 )
-from server.pb.generate_pb2 import AdapterPlace, Extension, NewSequence, PromptLogprobs, TokenMask
+from server.pb.generate_pb2 import Extension, NewSequence, PromptLogprobs, TokenMask
 
 
 def fake_next_token(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
@@ -65,6 +65,9 @@ class _FakeSequence:
     digest: int  # of the tokens computed, and of its adapter
     windows_from: int = 0  # the first block of tokens that was written to its ring
     came: list[int] | None = None  # what came of its guesses in the step before; None: it had none
+
+
+LOST = b"lost"  # in place of the key of an adapter that did not come to its row
 
 
 def _origin(adapter: bytes) -> int:
@@ -149,7 +152,7 @@ class FakeShardedClient:
     )  # (block, offset) -> digest of the tokens up to it
     prepared: dict[bytes, int] = field(default_factory=dict)  # key of an adapter -> its size
     num_prepared: int = 0  # adapters whose files were read
-    _rows: dict[int, bytes] = field(default_factory=dict)  # row -> the key of its adapter
+    _rows: dict[int, bytes] = field(default_factory=dict)  # row -> the key of its adapter; LOST: a failed step had one
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)  # block -> digest of the tokens, its place
     # With the time when each is ready, and the lane of its step.
     _replies: deque[tuple[float, StepReply, int]] = field(default_factory=deque)
@@ -292,7 +295,7 @@ class FakeShardedClient:
         for id in request.retire:
             _require(id in self._sequences or id in self._gone, f"retire of unknown sequence {id}")
             self._sequences.pop(id, None)
-        self._place_adapters(request.adapters)
+        self._place_adapters(request)
         for sequence in request.add:
             self._add(sequence)
         for extension in request.extend:
@@ -323,6 +326,8 @@ class FakeShardedClient:
         touched = list(dict.fromkeys((*decoding, *drafts, *(id for id, _ in chunks), *grown)))
         if request.step in self.failing_steps:
             return self._fail(reply, touched, self.failing_steps[request.step])
+        if any(self._sequences[new.id].adapter == LOST for new in request.add):
+            return self._fail(reply, touched, "an adapter is not in its row")
         prompts = [self._sequences[id].token_ids for id, _ in chunks if id in self._sequences]
         if any(self.fatal_token in prompt for prompt in prompts):
             self.die("killed by what it computed")
@@ -344,22 +349,20 @@ class FakeShardedClient:
         self._propose(request, reply)
         return reply
 
-    def _place_adapters(self, places: Sequence[AdapterPlace]) -> None:
-        """Rows get other adapters, in this order: their bytes never exceed what there is."""
-        _require(len({place.row for place in places}) == len(places), "a row gets two adapters")
-        for place in places:
+    def _place_adapters(self, request: StepRequest) -> None:
+        """Rows get other adapters, in this order: their bytes never exceed what there is. None, if the step fails."""
+        _require(len({place.row for place in request.adapters}) == len(request.adapters), "a row gets two adapters")
+        for place in request.adapters:
             row, key = place.row, place.key
             _require(1 <= row <= self.adapter_rows, f"row {row} of {self.adapter_rows}")
             old = self._rows.pop(row, b"")
-            _require(
-                not old or all(sequence.adapter != old for sequence in self._sequences.values()),
-                f"row {row} gets another adapter while a sequence has the one before",
-            )
+            is_used = any(sequence.adapter == old for sequence in self._sequences.values()) and old not in (b"", key)
+            _require(not is_used, f"row {row} gets another adapter while a sequence has the one before")
             if key:
                 _require(key in self.prepared, f"row {row} gets an adapter that is not prepared")
                 _require(key not in self._rows.values(), "an adapter is in two rows")
-                self._rows[row] = key
-        used = sum(self.prepared[key] for key in self._rows.values())
+                self._rows[row] = LOST if request.step in self.failing_steps else key
+        used = sum(self.prepared[key] for key in self._rows.values() if key != LOST)
         _require(used <= self.adapter_bytes, f"adapters take {used} of {self.adapter_bytes} bytes")
 
     def _propose(self, request: StepRequest, reply: StepReply) -> None:
