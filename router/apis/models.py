@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from router.apis.anthropic.answers import MessageError, MessageModel, MessageModels
-from router.apis.document import add_post
+from router.apis.document import ERROR_STATUSES, add_post
 from router.apis.errors import ANTHROPIC, error_response
 from router.apis.openai import answers
 from router.apis.openai.answers import ErrorAnswer, ServedModel, ServedModels
@@ -144,10 +144,11 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         logger.info("unloaded the adapter %s", body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    told: Json = {"text": True, "errors": ErrorAnswer, "statuses": (*ERROR_STATUSES, 403)}
     summary = "vLLM's: have a name stand for an adapter; for administrators"
-    add_post(app, "/v1/load_lora_adapter", load, summary, LoadAdapter, text=True, errors=ErrorAnswer)
+    add_post(app, "/v1/load_lora_adapter", load, summary, LoadAdapter, **told)
     summary = "vLLM's: have a name stand for no adapter any more; for administrators"
-    add_post(app, "/v1/unload_lora_adapter", unload, summary, UnloadAdapter, text=True, errors=ErrorAnswer)
+    add_post(app, "/v1/unload_lora_adapter", unload, summary, UnloadAdapter, **told)
 
 
 def _refuse_strangers(request: Request, services: Services) -> None:

@@ -152,14 +152,14 @@ class Adapters:
         if source.content is not None and self._clock() - source.looked_at < LOOK_S:
             return _adapter_of(source.name, source.content)
         if source.looking is None:
-            source.looking = asyncio.ensure_future(self._look(source))
+            is_new = source.name not in self._named and source.name not in self._found
+            if is_new:
+                self._arriving[source.name] = source
+            source.looking = asyncio.ensure_future(self._look(source, is_new=is_new))
             source.looking.add_done_callback(_forget_failure)  # where those who asked have gone
         return await asyncio.shield(source.looking)
 
-    async def _look(self, source: Source) -> Adapter:
-        is_new = source.name not in self._named and source.name not in self._found
-        if is_new:
-            self._arriving[source.name] = source
+    async def _look(self, source: Source, *, is_new: bool) -> Adapter:
         try:
             source.content = await self._content(source)
             source.looked_at = self._clock()

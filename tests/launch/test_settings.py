@@ -29,8 +29,8 @@ TWO_SOURCES = (
 )
 NOT_USED = "speculate is 0, so nothing could use speculative_model: raise it, or leave one of them out"
 NO_FOLDER = (
-    "allow_adapter_changes is set but there is no adapter_dir, below which all must lie that is loaded: give the folder, "
-    "or leave allow_adapter_changes out"
+    "allow_adapter_changes is set but there is no adapter_dir, below which all must lie that is loaded: give the "
+    "folder, or leave allow_adapter_changes out"
 )
 NO_ADAPTER = "is neither ID nor NAME=ID, of which a repository may have @REVISION behind it"
 SHARES = "give a share such as 40%, or a size such as 6GB, 500MB or 5.5GiB"
