@@ -34,7 +34,7 @@ ROOMS = (
 )
 # Beside itself and `host`, what of the houses before it a house may know; the others may know all.
 KNOWN = {
-    "router": {"server.pb"},
+    "router": {"server.pb", "server.adapters.identity"},
     "launch": {
         *("router.accounts", "router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
         *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe", "server.merge.job"),
