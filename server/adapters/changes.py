@@ -378,6 +378,10 @@ class Changes:
             return None
         return NormChange(gain if has_gain else None, shift if shift.any() else None)
 
+    def saved(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A tensor that is in place of one of the base's."""
+        return self._take(name, shape)
+
     def refuse_leftovers(self, elsewhere: Sequence[str] = ()) -> None:
         """Raise AdapterError if no layer has taken some tensors.
 

@@ -116,6 +116,10 @@ class Checkpoint:
         """The name of every stored tensor, without those that only share another one."""
         return iter(self._paths)
 
+    def paths(self) -> Iterator[Path]:
+        """Every file with tensors."""
+        return iter(dict.fromkeys(self._paths.values()))
+
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in, without reading it."""
         if not self.shape_of(name):
