@@ -43,6 +43,9 @@ class Changeable(Protocol):
     def is_capturable(self) -> bool:
         """Whether captured steps compute that."""
 
+    def stage(self, change: Any) -> Any:
+        """The same, as `put` takes it without waiting."""
+
     def put(self, row: int, change: Any) -> None:
         """From now on the adapter in `row` changes it so; None: not at all."""
 
@@ -180,13 +183,13 @@ class Sites:
 
     def table(self, piece: Piece) -> Callable[[Tensor, Tensor], Tensor]:
         """See `weights.Adapting`."""
-        adapted = AdaptedTable(self.tokens)
+        adapted = AdaptedTable(self.tokens, self.backend.device)
         self.all.append(TableSite(adapted, piece))
         return adapted
 
     def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
         """See `weights.Adapting`."""
-        adapted = AdaptedNorm(norm, self.tokens)
+        adapted = AdaptedNorm(norm, self.tokens, self.backend.device)
         self.all.append(NormSite(adapted, names, weight, bias, offset))
         return adapted
 
@@ -197,4 +200,4 @@ class Sites:
             found = [(site.layer, site.find(changes)) for site in self.all]
             changes.refuse_leftovers(self.elsewhere)
             files.refuse_changed(key)
-        return [Placed(layer, change) for layer, change in found if change is not None]
+        return [Placed(layer, layer.stage(change)) for layer, change in found if change is not None]

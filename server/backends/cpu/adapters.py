@@ -110,6 +110,9 @@ class PanelAdapted:
         """See `PanelFormat.rows`; no adapter changes them."""
         return self._layer.rows(ids)
 
+    def stage(self, change: LinearChange) -> LinearChange:
+        return change
+
     def put(self, row: int, change: LinearChange | None) -> None:
         """See `AdaptedLinear`. What was in the row before is freed, and captured steps compute with what is now."""
         assert 0 < row < len(self._table), f"row {row} of {len(self._table) - 1}"

@@ -93,12 +93,12 @@ class ReferenceBackend:
         return QuantisedFormat(weight, maximum, is_gated=is_gated, gate=self.gate)
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
-        return StockAdapted(layer, tokens, self.gate if is_gated else None)
+        return StockAdapted(layer, tokens, self.device, self.gate if is_gated else None)
 
     def adapted_experts(
         self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
     ) -> AdaptedExperts:
-        return StockAdaptedExperts(layer, tokens, self.gate if is_gated else None)
+        return StockAdaptedExperts(layer, tokens, self.device, self.gate if is_gated else None)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return make_norm(weight, bias, eps, is_centred=is_centred)

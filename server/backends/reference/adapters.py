@@ -9,15 +9,16 @@ Shapes: T tokens, D input features, F output features, E features of a table's r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
+from server.backends.device import Device
 from server.backends.protocol import (
     EmbeddingChange,
     ExpertsChange,
@@ -40,15 +41,21 @@ class Rows(Generic[C]):
 
     is_capturable = False
 
-    def __init__(self, tokens: TokenAdapters):
+    def __init__(self, tokens: TokenAdapters, device: Device):
         self._tokens = tokens
+        self._device = device
         self._changes: dict[int, C] = {}
 
+    def stage(self, change: C) -> C:
+        """See `AdaptedLinear`."""
+        staged: C = with_each(self._device.stage, change)
+        return staged
+
     def put(self, row: int, change: C | None) -> None:
-        """From now on the adapter in `row` changes the layer so. None: not at all."""
+        """See `AdaptedLinear`. change: as `stage` gave it."""
         self._changes.pop(row, None)
         if change is not None:
-            self._changes[row] = change
+            self._changes[row] = with_each(self._device.bring, change)
 
     @property
     def _is_concerned(self) -> bool:
@@ -64,11 +71,22 @@ class Rows(Generic[C]):
                 yield change, self._tokens.rows == row
 
 
+def with_each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A tensor changed, or all of a tuple's or a dataclass's."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(with_each(change, each) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: with_each(change, getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
 class StockAdapted(Rows[LinearChange]):
     """An `AdaptedLinear` over any format of torch's operators."""
 
-    def __init__(self, layer: LinearFormat, tokens: TokenAdapters, gate: Gate | None):
-        super().__init__(tokens)
+    def __init__(self, layer: LinearFormat, tokens: TokenAdapters, device: Device, gate: Gate | None):
+        super().__init__(tokens, device)
         self._layer = layer
         self._gate = gate
 
@@ -167,8 +185,8 @@ def _rows_of(values: Sequence[Tensor | None], otherwise: float, width: int, like
 class StockAdaptedExperts(Rows[ExpertsChange]):
     """An `AdaptedExperts` over any format of torch's operators."""
 
-    def __init__(self, layer: GroupedLinear, tokens: TokenAdapters, gate: Gate | None):
-        super().__init__(tokens)
+    def __init__(self, layer: GroupedLinear, tokens: TokenAdapters, device: Device, gate: Gate | None):
+        super().__init__(tokens, device)
         self._layer = layer
         self._gate = gate
         self._stacked: dict[int, StackedChange] = {}
@@ -246,8 +264,8 @@ def changed_rows(change: EmbeddingChange, token_ids: Tensor, rows: Tensor) -> Te
 class AdaptedNorm(Norm, Rows[NormChange]):
     """Changes what a norm gives."""
 
-    def __init__(self, norm: Norm, tokens: TokenAdapters):
-        Rows.__init__(self, tokens)
+    def __init__(self, norm: Norm, tokens: TokenAdapters, device: Device):
+        Rows.__init__(self, tokens, device)
         self._norm = norm
         self.absorbs_addition = norm.absorbs_addition
 
