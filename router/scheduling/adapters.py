@@ -137,10 +137,10 @@ class AdapterRows:
         if (adapter := entry.adapter) is not None:
             _drop_one(self._pins, adapter.key)
 
-    def lacks(self, entry: Waiting) -> bool:
-        """Whether a request must wait for its adapter."""
-        adapter = entry.adapter
-        return adapter is not None and (adapter.key not in self._rows or adapter.key in self._leaving)
+    @property
+    def lacking(self) -> Collection[bytes]:
+        """The adapters whose requests must wait for them."""
+        return (self._waiting.keys() - self._rows.keys()).union(self._leaving)
 
     @property
     def is_awaited(self) -> bool:

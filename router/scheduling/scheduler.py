@@ -739,8 +739,10 @@ class Scheduler(Generic[S]):
 
     def _with_adapters(self) -> Iterable[S]:
         """The waiting requests but for those that await an adapter."""
-        adapters = self.adapters
-        return (entry for entry in self.waiting if not adapters.lacks(entry)) if adapters.is_awaited else self.waiting
+        if not self.adapters.is_awaited:
+            return self.waiting
+        lacking = self.adapters.lacking
+        return (e for e in self.waiting if (adapter := e.request.adapter) is None or adapter.key not in lacking)
 
     def _arrange_adapters(self) -> None:
         """Have those come to rows that waiting requests need, in the order in which these are admitted."""

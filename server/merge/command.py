@@ -69,7 +69,7 @@ def layout_of(checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> Layout:
         head = next((stem for stem in stems if stem.rpartition(".")[2] == HEAD), HEAD)
         return Layout(table, head, f"{head}.weight" not in checkpoint, bool(hf_config.get("is_encoder_decoder")))
     family, spec = families.find(hf_config)
-    weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, torch.device("cpu"))
+    weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, torch.get_default_device())
     table, head = weights.name_of("embed"), weights.name_of("head") if weights.has("head") else HEAD
     is_tied = head == table or with_own_head(weights, spec).tied_head
     if head == table or f"{head}.weight" not in checkpoint:

@@ -32,6 +32,7 @@ CASES = (
     *("qwen3", "qwen3_moe", "gemma", "gemma3_text", "phi3", "starcoder2", "mpt", "t5", "t5-gated", "mt5", "gpt_oss"),
     *("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3"),
 )
+WITH_MORE_NORMS = ("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3")  # than are served
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "experts.up_proj")
 OF_MAMBA = ["conv1d", "out_proj"]  # modules which PEFT refuses, as their weights are read past them
 NOT_MERGED = ("rank-stabilised", "layers", "exclude", "expression", "lora-bias")  # as others, or not by PEFT
@@ -69,7 +70,11 @@ def options_of(model: nn.Module) -> Options:
     first, second, *_ = leaves
     has_experts = any(name.endswith(EXPERTS) for name, _ in model.named_parameters())
     layer = next(int(part) for part in leaves[first].split(".") if part.isdigit())
-    norms = [name.rpartition(".")[2] for name, m in model.named_modules() if is_norm(m)]
+    norms = [
+        name if model.config.model_type in WITH_MORE_NORMS else name.rpartition(".")[2]
+        for name, m in model.named_modules()
+        if is_norm(m)
+    ]
     some = [first, second]
     most = some if has_experts else [*leaves]  # of mixtures, PEFT takes `gate_proj` and its kin for the experts'
     whole = [head, ".".join(leaves[second].split(".")[-2:]), *norms[-1:]]
@@ -226,9 +231,11 @@ def modules_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, nn.Modul
     for name, tensor in tensors.items():
         if name.endswith(".weight") and tensor.dim() == 2:
             stem = name.removesuffix(".weight")
-            layer = nn.Embedding if "embed" in stem else nn.Linear
-            made = layer(*(tensor.shape if layer is nn.Embedding else tensor.shape[::-1]))
+            sizes, is_table = tensor.shape, "embed" in stem
+            made = nn.Embedding(*sizes) if is_table else nn.Linear(*sizes[::-1], bias=False)
             made.weight.data = tensor.clone()
+            if f"{stem}.bias" in tensors:
+                made.bias = nn.Parameter(tensors[f"{stem}.bias"].clone())
             yield stem, made
 
 

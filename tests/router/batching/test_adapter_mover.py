@@ -58,7 +58,7 @@ def is_settled(at_work: Running) -> bool:
         {},
         {"prefix_caching": True},
         {"prefill_chunk": 7, "max_batch_size": 5},
-        {"kv_admission": "all", "prefix_caching": True},
+        {"kv_admission": "reserve", "prefix_caching": True},
         {"num_lanes": 2, "prefix_caching": True},
         {"speculate": 3, "prefix_caching": True},
         {"adapter_host_bytes": None},

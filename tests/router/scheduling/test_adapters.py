@@ -47,6 +47,9 @@ class World:
         self.queue.append(entry)
         return entry
 
+    def lacks(self, entry: Asked) -> bool:
+        return entry.adapter is not None and entry.adapter.key in self.rows.lacking
+
     def prepare(self, count: int = AHEAD) -> None:
         for adapter in self.rows.wanted[:count]:
             if not self.rows.is_prepared(adapter.key):
@@ -65,7 +68,7 @@ class World:
         if len(self.under_way) == 2:
             self.rows.computed(self.under_way.popleft())
         self.rows.arrange(iter(self.queue))
-        for entry in [entry for entry in self.queue if not self.rows.lacks(entry)][:most]:
+        for entry in [entry for entry in self.queue if not self.lacks(entry)][:most]:
             self.queue.remove(entry)
             entry.row = self.rows.admitted(entry)
             self.running.append(entry)
@@ -343,7 +346,7 @@ def test_requests_without_adapters_are_nobodys_business() -> None:
     entry = Asked(None)
     rows.queued(entry)
     rows.arrange([entry])
-    assert not rows.lacks(entry) and 0 == rows.admitted(entry)
+    assert not rows.lacking and 0 == rows.admitted(entry)
     rows.released(entry)
     assert not rows.is_awaited and not rows.has_changes and [] == rows.take_changes(1)
 
