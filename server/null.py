@@ -213,7 +213,7 @@ class NullService(pb_grpc.ShardServicer):
         end_ids = model.get("eos_token_id")
         self._engine = NullEngine(end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids])
         self._num_blocks = 0
-        self._adapter_sizes = (config.max_adapters, config.adapter_bytes)
+        self._adapter_sizes = ((config.max_adapters if config.has_adapters else 0), int(config.adapter_memory * 1e9))
         self._has_costly_prompts = config.null_token_us > 0
         self._pace = Pace(config.null_step_ms / 1000, config.null_token_us / 1e6)
         self._num_steps = 0

@@ -31,6 +31,7 @@ from router.http.bodies import Bodies
 from router.http.guard import ClientConnection
 from router.http.responses import PING, EventStream, Frames, PlainAnswer, first_events
 from router.requests import continuing, schemas
+from router.requests.adapters import Adapters, Prepare
 from router.requests.generation import Answer, Caller, Generator, OpenRequest
 from router.requests.schemas import GenerateParameters, PromptRequest, Rendering
 from router.requests.validation import Validator
@@ -73,6 +74,8 @@ class Services:
     bodies: Bodies
     shared_health: SharedHealth
     generator: Generator
+    adapters: Adapters
+    prepare: Prepare
 
     @cached_property
     def answer_formats(self) -> AnswerFormats:
@@ -229,15 +232,20 @@ def peer_of(request: Request) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The answer that a conversation waits for. render: makes its prompt. begun: what is said of it already."""
+    """The answer that a conversation waits for.
+
+    render: makes its prompt. begun: what is said of it already. model: that the request names.
+    """
 
     render: Rendering
     reading: Reading | None
     begun: str
+    model: str | None
 
     def prompt_request(self, given: GenerateParameters) -> PromptRequest:
         """What the router is asked for. Raises ValidationError."""
-        one = PromptRequest(self.render, given, has_special_tokens=True, shows_stop=False, num_answers=1)
+        fixed: dict[str, Any] = {"has_special_tokens": True, "shows_stop": False, "num_answers": 1}
+        one = PromptRequest(self.render, given, **fixed, model=self.model)
         return one if self.reading is None else self.reading.applied_to(one, self.begun)
 
     def reader(self, services: Services, entry: Entry) -> AnswerReader:
@@ -253,6 +261,7 @@ def turn_of(
     offered: Offer,
     variables: Mapping[str, Any],
     *,
+    model: str | None,
     continues: bool = False,
 ) -> Turn:
     """What comes next in a conversation. Raises ValidationError.
@@ -271,7 +280,7 @@ def turn_of(
         variables=variables,
         continue_final_message=begun is not None,
     )
-    return Turn(render, reading, begun or "")
+    return Turn(render, reading, begun or "", model)
 
 
 async def answer_turn(
@@ -300,4 +309,4 @@ async def answer_turn(
 async def num_prompt_tokens(request: Request, services: Services, turn: Turn) -> int:
     """How many tokens the prompt of a turn has. Raises RouterError."""
     with ClientConnection.of(request.scope).needed():
-        return await services.generator.count(turn.render, caller_of(request, services))
+        return await services.generator.count(turn.render, turn.model, caller_of(request, services))

@@ -221,7 +221,7 @@ class AdapterFiles:
         config = self.config
         whole = [module.name for module in found.values() if module.parts.keys() & {"weight", "bias"}]
         for name in config.saved:
-            if not config.is_tied and not any(f".{name}." in f".{one}." for one in whole):
+            if not config.is_tied and not any(one.endswith(name) or f".{name}." in f".{one}." for one in whole):
                 raise AdapterError(
                     f"{config.path} has {name} in `modules_to_save`, and {self.folder} no tensor of it: {BAD_FILE}"
                 )
@@ -238,9 +238,13 @@ def _weights_of(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     if found := sorted(folder.glob(SEVERAL)):
         return found
-    old = next(iter(sorted(folder.glob("*.bin"))), None)
-    more = f", but {old.name}, which is to be converted first" if old else ""
-    raise AdapterError(f"{folder} has no {WHOLE}{more}: is it an adapter?")
+    old = next(iter(sorted(folder.glob("adapter_model*.bin"))), None)
+    if old is not None:
+        raise AdapterError(
+            f"{folder} has {old.name}, a pickle, and no {WHOLE}: name it in --lora-adapters, which converts it at the "
+            "start, or save it with `safe_serialization=True`"
+        )
+    raise AdapterError(f"{folder} has no {WHOLE}: is it an adapter?")
 
 
 def _marks(state: os.stat_result) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -166,7 +166,10 @@ class LinearFormat(Movable, Protocol):
         """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
 
     def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → x @ weightᵀ + bias, [T, F], as exact as the product is known: float32, or rounded to x's dtype."""
+        """x [T, D] → x @ weightᵀ + bias, as exact as the product is known: float32, or rounded to x's dtype.
+
+        [T, F]; of a gated one, [gate | up], [T, 2 F].
+        """
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,18 @@ class LinearChange:
         """Memory that it takes."""
         tensors = [tensor for part in self.parts for tensor in (part.down, part.up)] + [self.bias, self.gain]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class ExpertsChange:
+    """What an adapter makes of a linear layer of each expert; None: nothing."""
+
+    experts: tuple[LinearChange | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(change.nbytes for change in self.experts if change is not None)
 
 
 @dataclass(frozen=True)
@@ -237,6 +252,8 @@ class TokenAdapters:
 
     rows: Tensor | None = None  # [T] int64; None: no token has one
     present: Sequence[int] = ()  # those rows, each once, as far as the host knows them: in a captured step it does not
+    # What a backend has made of the rows, by its kind, once for all layers of the pass.
+    made: dict[type[Any], Any] = field(default_factory=dict)
 
     def at(self, places: Tensor | slice) -> TokenAdapters:
         """The same of some of the tokens."""
@@ -246,11 +263,11 @@ class TokenAdapters:
     def of(self, pass_adapters: TokenAdapters | None) -> Iterator[None]:
         """Say so of a pass within the block, and then that no token has one."""
         if pass_adapters is not None:
-            self.rows, self.present = pass_adapters.rows, pass_adapters.present
+            self.rows, self.present, self.made = pass_adapters.rows, pass_adapters.present, pass_adapters.made
         try:
             yield
         finally:
-            self.rows, self.present = None, ()
+            self.rows, self.present, self.made = None, (), {}
 
 
 class AdaptedLinear(LinearFormat, Protocol):
@@ -258,10 +275,16 @@ class AdaptedLinear(LinearFormat, Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a captured step computes it, whatever is put into rows later."""
+        """Whether a captured step computes what is in the rows now, though they were empty when it was captured."""
+
+    def stage(self, change: LinearChange) -> LinearChange:
+        """The same on the host, as `put` takes it without waiting: called beforehand, beside what is computed."""
 
     def put(self, row: int, change: LinearChange | None) -> None:
-        """From now on the adapter in `row` changes the layer so. None: not at all."""
+        """What is computed from now on is changed so by the adapter in `row`. None: not at all.
+
+        Waits neither for what is being computed nor for a copy of what was staged.
+        """
 
 
 # The largest numbers of all ranks, of tensors that all have in one shape.
@@ -292,6 +315,23 @@ class GroupedLinear(Movable, Protocol):
         ends: [E] int32, ascending; the last is T. bias: [E, F]. Where the weights are gated, what comes out is
         activation(gate) * up, and bias is [E, 2 F].
         """
+
+
+class AdaptedExperts(GroupedLinear, Protocol):
+    """A `GroupedLinear` whose product is another one for tokens that have adapters.
+
+    The `TokenAdapters` that say so are of the sorted tokens.
+    """
+
+    @property
+    def is_capturable(self) -> bool:
+        """As of an `AdaptedLinear`."""
+
+    def stage(self, change: ExpertsChange) -> ExpertsChange:
+        """As of an `AdaptedLinear`."""
+
+    def put(self, row: int, change: ExpertsChange | None) -> None:
+        """From now on the adapter in `row` changes the layer so. None: not at all."""
 
 
 @dataclass(frozen=True)
@@ -557,6 +597,11 @@ class Backend(Protocol):
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         """A linear layer for tokens that have adapters in rows 1 … num_rows. is_gated: as `linear` was told."""
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        """The same of experts. tokens: sorted as the layer is given them."""
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         """LayerNorm over weight's features where `is_centred`, else RMSNorm."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from server.adapters.adapters import Adapters
+from server.adapters.identity import content_key
 from server.adapters.sites import Sites
 from server.arch import families
 from server.arch.stages import carried_width, stages_of
@@ -166,6 +167,15 @@ def load_engine(
         fraction=1.0,
     )
     return engine
+
+
+def place_adapters(engine: Engine, folders: Sequence[Path]) -> None:
+    """Put adapters into rows 1, 2 and so on."""
+    assert engine.adapters is not None
+    for row, folder in enumerate(folders, start=1):
+        key = content_key(folder)
+        engine.adapters.prepare(key, folder)
+        engine.adapters.place(row, key)
 
 
 def _places(folder: Path, shard: Shard) -> dict[str, Any]:
@@ -507,17 +517,20 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt],
 
 
 @torch.inference_mode()
-def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = ()) -> Tensor:
-    """Logits [T, V] of every position of one sequence, by one forward pass of the decoder."""
+def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = (), adapter: int = 0) -> Tensor:
+    """Logits [T, V] of every position of one sequence, by one forward pass of the decoder.
+
+    adapter: the row of its adapter.
+    """
     table, tables = engine._sequences, engine._tables
     assert table is not None and tables is not None
     decoded, encoded = split(engine, token_ids)
     decoded, blocks = [*decoded, *generated], itertools.count()
     request = pb.StepRequest(chunk_ids=[0], chunk_tokens=[len(decoded)])
-    _add(request, 0, Prompt([]), take(blocks, len(decoded)), (decoded, encoded), blocks)
+    _add(request, 0, Prompt([], adapter=adapter), take(blocks, len(decoded)), (decoded, encoded), blocks)
     plan = table.apply(request)
     tables.add(plan.added, engine.device)
     step = tables.lay_out(plan, engine.device, has_encoder=engine.has_encoder)
-    logits = engine.model.logits(engine.hidden(step))
+    logits = engine.model.logits(engine.hidden(step), step.forward.meta.adapters)
     table.apply(pb.StepRequest(retire=[0]))
     return logits

@@ -78,7 +78,7 @@ class InputRequest(Lenient):
 
     input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
     instructions: str | None = Field(default=None, description="The system prompt.")
-    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
+    model: ModelName | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     tools: Objects | None = Field(default=None, description="Functions that the model may call.")
@@ -322,4 +322,4 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
 def turn_in(body: InputRequest, services: Services) -> Turn:
     """What a body waits for. Raises ValidationError."""
     body.refuse_what_is_not_served()
-    return turn_of(services, transcript_of(body), offer_of(body), variables_of(body))
+    return turn_of(services, transcript_of(body), offer_of(body), variables_of(body), model=body.model)
