@@ -29,7 +29,7 @@ from fastapi import FastAPI
 
 from host.logs import BEAT, configure_logging
 from router.apis.app import accounts_of, chat_template_of, create_app, matchers_of
-from router.batching.adapter_mover import AdapterRowMetrics, AdapterMover
+from router.batching.adapter_mover import AdapterMover, AdapterRowMetrics
 from router.batching.batcher import Batcher
 from router.batching.prefix_mover import Mover, TierMetrics
 from router.config import RouterConfig
