@@ -29,7 +29,7 @@ from fastapi import FastAPI
 
 from host.logs import BEAT, configure_logging
 from router.apis.app import accounts_of, chat_template_of, create_app, matchers_of
-from router.batching.adapter_mover import AdapterMetrics, AdapterMover
+from router.batching.adapter_mover import AdapterRowMetrics, AdapterMover
 from router.batching.batcher import Batcher
 from router.batching.prefix_mover import Mover, TierMetrics
 from router.config import RouterConfig
@@ -114,7 +114,7 @@ async def run(config: RouterConfig) -> int:
         limits = started.limits
         rows = AdapterRows(limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
         adapters = AdapterMover(shards if limits.adapter_rows else None, rows)
-        metrics.add(AdapterMetrics(adapters), *AdapterMetrics.COUNTERS)
+        metrics.add(AdapterRowMetrics(adapters), *AdapterRowMetrics.COUNTERS)
         follower = Follower(matchers_of(config, started.limits, tokenizer))  # it starts with the first grammar
         batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower, mover=mover, adapters=adapters)
         app = create_app(

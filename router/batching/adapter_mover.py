@@ -235,7 +235,7 @@ class AdapterMover:
             self.wake()
 
 
-class AdapterMetrics(Collector):
+class AdapterRowMetrics(Collector):
     """Which adapters are where, for Prometheus: numbers alone, for names are what anybody may have loaded."""
 
     COUNTERS = (LOADS, EVICTIONS, REFUSALS)

@@ -276,8 +276,11 @@ class Changes:
             f"{self._files.told(name)} is of {outputs} tokens, and the model is served with {piece.size[0]}: {MERGE}"
         )
 
-    def embedding(self, piece: Piece) -> EmbeddingChange | None:
-        """Of a table of which this rank has some rows; None: it stays as it is."""
+    def embedding(self, piece: Piece, *, is_resized: bool = False) -> EmbeddingChange | None:
+        """Of a table of which this rank has some rows; None: it stays as it is.
+
+        is_resized: whether the adapter has another vocabulary than the model that it was made for.
+        """
         if (module := self._module(piece)) is None:
             return None
         self._refuse_other_parts(module, {"table_down", "table_up", "magnitude", "weight", "tokens"})
@@ -290,7 +293,7 @@ class Changes:
             replaced = self._other_tokens(piece, module)
         if "table_down" in parts:
             replaced = self._with_low_rank(replaced, piece, module, read)
-        if module.name == SHARED and "tokens" not in parts:
+        if module.name == SHARED and "tokens" not in parts and not is_resized:
             self._refuse_effect(module, replaced)
             return None
         return replaced if replaced.nbytes else None

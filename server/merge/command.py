@@ -70,9 +70,11 @@ def layout_of(checkpoint: Checkpoint, hf_config: Mapping[str, Any]) -> Layout:
         return Layout(table, head, f"{head}.weight" not in checkpoint, bool(hf_config.get("is_encoder_decoder")))
     family, spec = families.find(hf_config)
     weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, torch.get_default_device())
-    head = weights.name_of("head") if weights.has("head") else HEAD
-    is_tied = with_own_head(weights, spec).tied_head
-    return Layout(weights.name_of("embed"), head, is_tied, spec.encoder is not None, family.names)
+    table, head = weights.name_of("embed"), weights.name_of("head") if weights.has("head") else HEAD
+    is_tied = head == table or with_own_head(weights, spec).tied_head
+    if head == table or f"{head}.weight" not in checkpoint:
+        head = HEAD  # as transformers calls all that are tied
+    return Layout(table, head, is_tied, spec.encoder is not None, family.names)
 
 
 def _config(hf_config: Mapping[str, Any], merging: Merging) -> dict[str, Any]:

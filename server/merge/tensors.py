@@ -231,7 +231,7 @@ class Merging:
         """What gives some rows of a merged matrix, in float32; None: the adapter does not change it."""
         table = self._layout.table
         if piece.names[0] == table:
-            found = self._changes.embedding(piece)
+            found = self._changes.embedding(piece, is_resized=self.num_tokens is not None)
             return None if found is None else partial(_changed_table, found)
         if piece.role == HEAD:
             return partial(self._changed, None if table is None else self._piece(table))

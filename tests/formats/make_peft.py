@@ -32,9 +32,10 @@ CASES = (
     *("qwen3", "qwen3_moe", "gemma", "gemma3_text", "phi3", "starcoder2", "mpt", "t5", "t5-gated", "mt5", "gpt_oss"),
     *("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3"),
 )
+WITH_MORE_NORMS = ("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3")  # than are served
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "experts.up_proj")
 OF_MAMBA = ["conv1d", "out_proj"]  # modules which PEFT refuses, as their weights are read past them
-NOT_MERGED = ("rank-stabilised", "layers", "exclude", "expression")  # which are as others
+NOT_MERGED = ("rank-stabilised", "layers", "exclude", "expression", "lora-bias")  # as others, or not by PEFT
 Options = dict[str, dict[str, Any]]
 
 
@@ -66,10 +67,16 @@ def options_of(model: nn.Module) -> Options:
     named = {id(module): name for name, module in model.named_modules()}
     table, head = (named[id(found)] for found in (model.get_input_embeddings(), model.get_output_embeddings()))
     leaves = leaves_of(model)
-    first, second, *others = leaves
+    first, second, *_ = leaves
+    has_experts = any(name.endswith(EXPERTS) for name, _ in model.named_parameters())
     layer = next(int(part) for part in leaves[first].split(".") if part.isdigit())
-    norms = [name.rpartition(".")[2] for name, m in model.named_modules() if is_norm(m)]
-    some = [first, second, *others[:1]]
+    norms = [
+        name if model.config.model_type in WITH_MORE_NORMS else name.rpartition(".")[2]
+        for name, m in model.named_modules()
+        if is_norm(m)
+    ]
+    some = [first, second]
+    most = some if has_experts else [*leaves]  # of mixtures, PEFT takes `gate_proj` and its kin for the experts'
     whole = [head, ".".join(leaves[second].split(".")[-2:]), *norms[-1:]]
     options: Options = {
         "plain": {},
@@ -79,8 +86,8 @@ def options_of(model: nn.Module) -> Options:
             "alpha_pattern": {r".*\.0\..*": 11, second: 3},
         },
         "rank-stabilised": {"use_rslora": True, "rank_pattern": {first: 16}},
-        "dora": {"target_modules": [*leaves], "use_dora": True},
-        "lora-bias": {"target_modules": [*leaves], "lora_bias": True},
+        "dora": {"target_modules": most, "use_dora": True},
+        "lora-bias": {"target_modules": most, "lora_bias": True},
         "saved": {"target_modules": [first], "modules_to_save": whole},
         "saved-table": {"target_modules": [first], "modules_to_save": [table]},
         "embedding": {"target_modules": [*some, table, head]},
@@ -224,14 +231,17 @@ def modules_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, nn.Modul
     for name, tensor in tensors.items():
         if name.endswith(".weight") and tensor.dim() == 2:
             stem = name.removesuffix(".weight")
-            layer = nn.Embedding if "embed" in stem else nn.Linear
-            made = layer(*(tensor.shape if layer is nn.Embedding else tensor.shape[::-1]))
+            sizes, is_table = tensor.shape, "embed" in stem
+            made = nn.Embedding(*sizes) if is_table else nn.Linear(*sizes[::-1], bias=False)
             made.weight.data = tensor.clone()
+            if f"{stem}.bias" in tensors:
+                made.bias = nn.Parameter(tensors[f"{stem}.bias"].clone())
             yield stem, made
 
 
 def make_published(folder: Path, case: str) -> None:
     """Of models that transformers has not: their layers alone, whose weights PEFT merges."""
+    (folder / "model").mkdir(parents=True)
     published.save_published(case, folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text())
     tensors = load_file(folder / "model" / "model.safetensors")

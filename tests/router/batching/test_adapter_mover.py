@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.batching.adapter_mover import GUILTY, AdapterMetrics, AdapterMover
+from router.batching.adapter_mover import GUILTY, AdapterRowMetrics, AdapterMover
 from router.errors import AdapterRefused, Unavailable
 from router.scheduling.adapters import AdapterRows
 from router.scheduling.request import Failed, Finished, ValidRequest
@@ -270,7 +270,7 @@ async def test_a_start_ends_with_the_first_that_cannot_be_served() -> None:
 async def test_what_is_loaded_is_counted() -> None:
     async with running(shards_with(), **ROWS) as at_work:
         metrics = Metrics(at_work.limits)
-        metrics.add(AdapterMetrics(at_work.adapters), *AdapterMetrics.COUNTERS)
+        metrics.add(AdapterRowMetrics(at_work.adapters), *AdapterRowMetrics.COUNTERS)
         before = metrics.render().decode()
         for number in range(4):
             await token_ids_of(at_work.batcher.submit(request_of(4, 2, adapter=adapter_of(number))))
