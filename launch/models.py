@@ -73,6 +73,15 @@ def resolve_adapters(settings: Settings, environ: Mapping[str, str], log: Log) -
     return found
 
 
+def resolve_adapter(name: str, settings: Settings, environ: Mapping[str, str], log: Log) -> Path:
+    """The folder of one adapter, behind whose name may stand `@` and a revision. Raises Refusal."""
+    adapter_id, revision = name_and_revision(name)
+    try:
+        return hub.resolve_adapter(adapter_id, revision=revision, **_hub_of(settings, environ, log))
+    except HubError as error:
+        raise Refusal([str(error)], 1) from None
+
+
 def name_and_revision(given: str) -> tuple[str, str | None]:
     """What a model is called, and what stands behind `@`, if anything does and it is no folder's name."""
     if Path(given).expanduser().is_dir():

@@ -63,7 +63,8 @@ class RouterConfig:
     is_on_loopback: bool = False  # only this machine reaches the port, and the Host of every request is checked
     sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each that the command line names
-    adapter_memory: float = 1.0  # the public setting of this name, which ShardConfig describes
+    adapter_memory: float = 1.0  # the public settings of these names, which ShardConfig describes
+    adapter_host_memory: float = 4.0
 
     hostname: str = field(
         default="127.0.0.1",

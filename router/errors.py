@@ -92,6 +92,13 @@ class TooLong(ValidationError):
         self.num_new = num_new
 
 
+class AdapterRefused(ValidationError):
+    """The adapter that the request names cannot be served."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"the adapter {name} cannot be served: {for_clients(problem)}")
+
+
 class MalformedBody(ValidationError):
     """The body is not JSON."""
 

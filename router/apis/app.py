@@ -132,7 +132,7 @@ def create_app(
 @asynccontextmanager
 async def _lifespan(app: FastAPI, services: Services, compiler: Compiler, tracer: Tracer) -> AsyncIterator[None]:
     """What runs beside the requests, from before the first to after the last."""
-    warming = asyncio.gather(_warm_up(services), services.adapters.look_at_all())
+    warming = asyncio.ensure_future(_warm_up(services))
     yield
     warming.cancel()
     await asyncio.wait([warming])

@@ -128,13 +128,15 @@ class Adapters:
                 raise Unavailable(f"the files of the adapter {name} are not there: put them back") from None
             raise self._unknown(name, allowed) from None
 
-    async def look_at_all(self) -> None:
-        """Read those that the settings name, one after the other, so that no request need wait for it."""
-        for source in list(self._named.values()):
-            try:
-                await self._adapter(source)
-            except (ValueError, Unavailable):
-                continue  # who asks for it is told
+    async def listed(self) -> list[Adapter]:
+        """Those that the settings name. Raises ValueError for one that cannot be read."""
+        return [await self._listed(source) for source in list(self._named.values())]
+
+    async def _listed(self, source: Source) -> Adapter:
+        try:
+            return await self._adapter(source)
+        except (Missing, Unavailable) as error:
+            raise ValueError(f"adapter {source.name}: {error}") from None
 
     def _source(self, name: str) -> Source | None:
         """Where the files of a name would be."""

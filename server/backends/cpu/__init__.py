@@ -18,10 +18,11 @@ from host import cpu_kinds
 from host.cpu_kinds import Kind
 from server.arch.spec import ArchSpec
 from server.backends.cpu import build
+from server.backends.cpu.adapters import PanelAdapted
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.graph import CpuGraphCapture
+from server.backends.cpu.graph import CpuGraphCapture, Pool
 from server.backends.cpu.kernels import Kernels, Library
 from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.logits import KernelLogits
@@ -31,6 +32,8 @@ from server.backends.cpu.recurrence import KernelDelta, KernelMamba, KernelShort
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
     SOFTMAX,
+    AdaptedExperts,
+    AdaptedLinear,
     Attention,
     ConvRule,
     DeltaRule,
@@ -47,8 +50,10 @@ from server.backends.protocol import (
     Routing,
     Scores,
     ShortConvWeights,
+    TokenAdapters,
 )
 from server.backends.reference import ReferenceBackend
+from server.backends.reference.adapters import OneByOne
 from server.backends.reference.linear import LoopedExperts
 from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
 from server.quantisation.stored import QuantisedWeight, Stored
@@ -67,6 +72,7 @@ class CpuBackend(ReferenceBackend):
         self._dtype = dtype
         self._rounds_inputs = rounds_inputs
         self._arena = Arena()
+        self._pool = Pool()  # for adapters, which come and go
         self._calls_experts_one_by_one = False  # those that it has made a layer of
         self.logits: Logits = KernelLogits(kernels)
         self.gate = partial(kernel_gate, kernels)
@@ -97,6 +103,18 @@ class CpuBackend(ReferenceBackend):
         is_taken = takes(weight, self._dtype, rounds_inputs=self._rounds_inputs)
         format = CodeFormat if is_taken else LevelFormat
         return format(self._kernels, self._arena, weight, self._dtype, is_gated=is_gated, maximum=maximum)
+
+    def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
+        if isinstance(layer, PanelFormat):
+            return PanelAdapted(self._kernels, self._pool, layer, num_rows, tokens)
+        return super().adapted(layer, num_rows, tokens, is_gated=is_gated)
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        if isinstance(layer, KernelExperts):
+            return OneByOne(layer, tokens, lambda one, of: self.adapted(one, num_rows, of, is_gated=is_gated))
+        return super().adapted_experts(layer, num_rows, tokens, is_gated=is_gated)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return KernelNorm(self._kernels, weight, bias, eps, is_centred=is_centred)

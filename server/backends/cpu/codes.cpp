@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "adapters.h"
 #include "amx.h"
 #include "codes.h"
 #include "panel.h"
@@ -70,6 +71,7 @@ struct Layer {
     const E* residual;
     Out* out;
     int activation;
+    Adapted adapted;
 
     long left_words() const { return long(blocks_of(weight.left_words())) * LEFT_STRIDE; }
     Parts chunks() const { return chunks_of(tokens, left_words()); }
@@ -591,6 +593,7 @@ void apply_panel(
     if (!registers) (weight.bits == 8 ? multiply_on_vectors<8> : on_vectors)(weight, at, left, tiles, sums);
     for (int tile = 0; tile < tiles.number; tile++) {
         const int row = tiles.first(tile), rows = tiles.length(tile);
+        if (layer.adapted.changes) adapt_tile<E>(layer.adapted, panel, first + row, rows, sums + row * PANEL);
         FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums + row * PANEL);
     }
 }
@@ -621,12 +624,14 @@ void work(const Layer<E, Out>& layer, Queue& queue) {
 }
 
 // x: [T, D]; scales: [T] of the inputs, or null; bias: [rows of the weight] or null; residual: [T, F] or null; out: [T, F].
+// changes: of each row in which an adapter is, or null; rows: [T] of the tokens, and exact: [T, D] what is shrunk of them.
 template <class E, class Out>
 void linear(
     const CodeWeight* weight, const E* x, long tokens, const float* scales, const E* bias, const E* residual, Out* out,
-    int activation, int threads
+    int activation, const Change* changes, const int64_t* rows, const E* exact, int threads
 ) {
-    const Layer<E, Out> layer{*weight, x, tokens, scales, bias, residual, out, activation};
+    const Adapted adapted = shrink(Table{changes, rows}, exact, tokens, weight->inputs, threads);
+    const Layer<E, Out> layer{*weight, x, tokens, scales, bias, residual, out, activation, adapted};
     on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
 }
 
@@ -642,7 +647,7 @@ void grouped(
         const long first = expert ? ends[expert - 1] : 0;
         const E* const bias = biases ? biases + expert * weight.outputs * (1 + weight.is_gated) : nullptr;
         return Layer<E, E>{
-            weight, x + first * weight.inputs, ends[expert] - first, nullptr, bias, nullptr, out + first * weight.outputs, activation,
+            weight, x + first * weight.inputs, ends[expert] - first, nullptr, bias, nullptr, out + first * weight.outputs, activation, {},
         };
     };
     const auto units = [=](long expert) {

@@ -77,10 +77,10 @@ class Kernels:
         self.recorder: Recorder | None = None
         self.pack = self._by_dtype("pack", "ppli")
         self.unpack = self._by_dtype("unpack", "pplpi")
-        self.linear = self._by_dtype("linear", "pplpppii")
+        self.linear = self._by_dtype("linear", "pplpppipppi")
         self.linear_to_f32 = {
             torch.float32: self.linear[torch.float32],
-            torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppii"),
+            torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppipppi"),
         }
         self.grouped = self._by_dtype("grouped", "plppppii")
         self.pack_levels = self._function("pack_levels", "ppppi")
@@ -89,12 +89,14 @@ class Kernels:
         self.pack_words = self._function("pack_words", "ppi")
         self.pack_scales = self._function("pack_scales", "pppi")
         self.unpack_codes = self._by_dtype("unpack_codes", "pplpi")
-        self.linear_codes = self._by_dtype("linear_codes", "pplppppii")
+        self.linear_codes = self._by_dtype("linear_codes", "pplppppipppi")
         self.linear_codes_to_f32 = {
             torch.float32: self.linear_codes[torch.float32],
-            torch.bfloat16: self._function("linear_codes_bf16_to_f32", "pplppppii"),
+            torch.bfloat16: self._function("linear_codes_bf16_to_f32", "pplppppipppi"),
         }
         self.grouped_codes = self._by_dtype("grouped_codes", "plppppii")
+        self.lay_out_change = self._by_dtype("lay_out_change", "pplpp")
+        self.fill_change = self._by_dtype("fill_change", "plplpi")
         self.choose_experts = self._function("choose_experts", "pliiippi")
         self.choose_experts_by_sigmoid = self._function("choose_experts_by_sigmoid", "pplppi")
         self.sort_pairs = self._function("sort_pairs", "pliippp")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ ACTIVATIONS: dict[Activation | None, int] = {
 }
 LINE = 64  # bytes of a cache's line, of which a panel of codes has whole ones
 PANEL_ROWS = 32  # rows of the weight that are stored together; the last panel is filled up with zeros
+
+
+class Changes(NamedTuple):
+    """What adapters make of a product."""
+
+    table: int  # address of the layer's changes, by the rows in which adapters are (`Change` of adapters.h)
+    rows: Tensor  # [T] int64, contiguous: the row of each token's adapter, 0 where it has none
 
 
 class PanelFormat:
@@ -68,6 +76,16 @@ class PanelFormat:
         return self._panels.nbytes
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the weight is [gate | up]."""
+        return bool(self._weight.is_gated)
+
+    @property
+    def num_panels(self) -> int:
+        """Of the weight."""
+        return -(-self.outputs // (PANEL_ROWS // 2 if self.is_gated else PANEL_ROWS))
+
+    @property
     def memory(self) -> Sequence[Tensor]:
         return [self._panels]
 
@@ -75,16 +93,21 @@ class PanelFormat:
         self._weight.panels = self._panels.data_ptr()
 
     def __call__(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None = None,
+        residual: Tensor | None = None,
+        changes: Changes | None = None,
     ) -> Tensor:
         """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype. residual: [T, F], contiguous."""
         out = x.new_empty(x.shape[0], self.outputs)
-        return self._apply(self._linear, x, bias, activation, residual, out)
+        return self._apply(self._linear, x, bias, activation, residual, out, changes)
 
-    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def finest(self, x: Tensor, bias: Tensor | None, changes: Changes | None = None) -> Tensor:
         """x [T, D] → x @ weightᵀ + bias, [T, F] float32, not rounded to x's dtype on the way."""
         out = torch.empty(x.shape[0], self.outputs, dtype=torch.float32)
-        return self._apply(self._linear_to_f32, x, bias, None, None, out)
+        return self._apply(self._linear_to_f32, x, bias, None, None, out, changes)
 
     def _apply(
         self,
@@ -94,24 +117,27 @@ class PanelFormat:
         activation: Activation | None,
         residual: Tensor | None,
         out: Tensor,
+        changes: Changes | None,
     ) -> Tensor:
-        x, beside = self._read_by_kernel(x)
+        x = x if x.is_contiguous() else x.contiguous()
+        read, beside = self._read_by_kernel(x)
         function(
             self.address,
-            x.data_ptr(),
+            read.data_ptr(),
             out.shape[0],
             *(address_of(tensor) for tensor in beside),
             address_of(bias),
             address_of(residual),
             out.data_ptr(),
             ACTIVATIONS[activation],
+            *((None, None, None) if changes is None else (changes.table, changes.rows.data_ptr(), x.data_ptr())),
             _threads(),
         )
         return out
 
     def _read_by_kernel(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """What the kernel reads: x [T, D], contiguous, and what it is told beside that."""
-        return (x if x.is_contiguous() else x.contiguous()), ()
+        """What the kernel reads of x [T, D], which is contiguous, and what it is told beside that."""
+        return x, ()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [T] int64 of the weight, [T, D]: what an embedding does that shares the head's weight."""
@@ -235,20 +261,20 @@ class KernelExperts:
     """A `GroupedLinear` of panels that are all of one format."""
 
     def __init__(self, experts: Sequence[PanelFormat]):
-        self._experts = experts
+        self.experts = experts
         self._table = (ctypes.c_void_p * len(experts))(*(expert.address for expert in experts))
         self._outputs = experts[0].outputs
 
     @property
     def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self._experts)
+        return sum(expert.nbytes for expert in self.experts)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return [tensor for expert in self._experts for tensor in expert.memory]
+        return [tensor for expert in self.experts for tensor in expert.memory]
 
     def moved(self) -> None:
-        for expert in self._experts:
+        for expert in self.experts:
             expert.moved()
 
     def __call__(
@@ -256,9 +282,9 @@ class KernelExperts:
     ) -> Tensor:
         x = x if x.is_contiguous() else x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
-        self._experts[0].grouped(
+        self.experts[0].grouped(
             ctypes.addressof(self._table),
-            len(self._experts),
+            len(self.experts),
             ends.data_ptr(),
             x.data_ptr(),
             address_of(bias),

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "adapters.h"
 #include "amx.h"
 #include "codes.h"
 #include "panel.h"
@@ -66,6 +67,7 @@ struct Layer {
     const E* residual;
     Out* out;
     int activation;
+    Adapted adapted;
 
     long words() const { return (weight.inputs + PER_WORD<E> - 1) / PER_WORD<E>; }
     long left_words() const { return long(blocks_of(words())) * LEFT_STRIDE; }  // of one packed token
@@ -304,7 +306,9 @@ void apply_panel(
                 multiply_tile_of<E>(rows, std::make_integer_sequence<int, ROWS>())(
                     left_at, stretch, count, sums_at, start == 0, tile, tiles.number
                 );
-            if (start + count == words) FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums_at);
+            if (start + count != words) continue;
+            if (layer.adapted.changes) adapt_tile<E>(layer.adapted, panel, first + row, rows, sums_at);
+            FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums_at);
         }
     }
 }
@@ -332,12 +336,15 @@ void work(const Layer<E, Out>& layer, Queue& queue) {
     }
 }
 
-// x: [T, D]; bias: [rows of the weight] or null; residual: [T, F] or null; out: [T, F].
+// x: [T, D]; bias: [rows of the weight] or null; residual: [T, F] or null; out: [T, F]. changes: of each row in which an
+// adapter is, or null; rows: [T] of the tokens, and exact: [T, D] what is shrunk of them.
 template <class E, class Out>
 void linear(
-    const Weight* weight, const E* x, long tokens, const E* bias, const E* residual, Out* out, int activation, int threads
+    const Weight* weight, const E* x, long tokens, const E* bias, const E* residual, Out* out, int activation,
+    const Change* changes, const int64_t* rows, const E* exact, int threads
 ) {
-    const Layer<E, Out> layer{*weight, x, tokens, bias, residual, out, activation};
+    const Adapted adapted = shrink(Table{changes, rows}, exact, tokens, weight->inputs, threads);
+    const Layer<E, Out> layer{*weight, x, tokens, bias, residual, out, activation, adapted};
     on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
 }
 
@@ -353,7 +360,7 @@ void grouped(
         const long first = expert ? ends[expert - 1] : 0;
         const E* const bias = biases ? biases + expert * weight.outputs * (1 + weight.is_gated) : nullptr;
         return Layer<E, E>{
-            weight, x + first * weight.inputs, ends[expert] - first, bias, nullptr, out + first * weight.outputs, activation,
+            weight, x + first * weight.inputs, ends[expert] - first, bias, nullptr, out + first * weight.outputs, activation, {},
         };
     };
     const auto units = [=](long expert) {

@@ -259,7 +259,6 @@ class CodeFormat(PanelFormat):
         return self._panels.nbytes + (0 if self._order is None else self._order.nbytes)
 
     def _read_by_kernel(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        x, _ = super()._read_by_kernel(x)
         if self.maximum is None:
             return x, [None]
         return x, [scale_of(self.maximum(x.float().abs().amax(dim=1, keepdim=True)), torch.int8)]
@@ -327,7 +326,7 @@ class LevelFormat(PanelFormat):
         return self._panels.nbytes + self._groups.nbytes + self._values.nbytes
 
     def _read_by_kernel(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        return super()._read_by_kernel(x if self._rounding is None else self._rounding.nearest(x))
+        return (x if self._rounding is None else self._rounding.nearest(x).contiguous()), ()
 
 
 def _values_of_codes(weight: QuantisedWeight) -> tuple[Tensor, int]:
