@@ -125,9 +125,7 @@ class CudaAdapted:
         shrunk = shrink(x, table, groups, self._dtype, self._most_ranks())
         product = self._layer.finest(x, None).contiguous()
         out_dtype = product.dtype if is_finest else x.dtype
-        return finish(
-            product, x, shrunk, table, groups, epilogue, self._dtype, is_gated=is_gated, out_dtype=out_dtype
-        )
+        return finish(product, x, shrunk, table, groups, epilogue, self._dtype, is_gated=is_gated, out_dtype=out_dtype)
 
     def _groups(self) -> Groups:
         """The tokens by their rows, found once in a pass."""

@@ -336,7 +336,7 @@ def _changed(
     if own_bias != 0:
         y += tl.load(_at(change, own_bias, tl.float32) + feature, mask=real, other=0.0)
     lowest, highest = tl.min(feature), tl.max(feature)
-    for part in range(0, _word(change, 1).to(tl.int32)):
+    for part in range(_word(change, 1).to(tl.int32)):
         entry = HEADER * (part + 1)
         first, outputs = _word(change, entry), _word(change, entry + 1)
         if (first <= highest) & (lowest < first + outputs):
