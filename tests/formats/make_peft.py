@@ -27,8 +27,32 @@ from tests.server.tiny import save_tiny
 PROMPT = [int(i) for i in torch.randint(4, 100, (24,), generator=torch.Generator().manual_seed(1))]
 GENERATED = [5, 17, 40, 41]  # of what has an encoder
 CASES = (
-    *("bloom", "opt", "gpt2", "gpt_neox", "falcon-7b", "llama", "llama-biased-tied", "mistral", "mixtral", "qwen2", "qwen3"),
-    *("qwen3_moe", "gemma", "gemma3_text", "phi3", "starcoder2", "mpt", "t5", "t5-gated", "mt5", "gpt_oss", "qwen3_next"),
+    *(
+        "bloom",
+        "opt",
+        "gpt2",
+        "gpt_neox",
+        "falcon-7b",
+        "llama",
+        "llama-biased-tied",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+    ),
+    *(
+        "qwen3_moe",
+        "gemma",
+        "gemma3_text",
+        "phi3",
+        "starcoder2",
+        "mpt",
+        "t5",
+        "t5-gated",
+        "mt5",
+        "gpt_oss",
+        "qwen3_next",
+    ),
     *("granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3"),
 )
 MERGED = ("plain", "patterns", "dora", "embedding", "saved", "tokens", "bias-all", "experts", "smaller", "larger")
@@ -74,7 +98,9 @@ def options_of(model: nn.Module) -> Options:
     }
     if has_biases:
         options |= {"bias-all": {"bias": "all"}, "bias-lora": {"bias": "lora_only", "target_modules": some}}
-    experts = [name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj", "experts.up_proj"))]
+    experts = [
+        name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj", "experts.up_proj"))
+    ]
     if experts:
         ends = {".".join(name.split(".")[-2:]) for name in experts}
         routers = {name for name, m in model.named_modules() if "Router" in type(m).__name__}
@@ -146,7 +172,11 @@ def of_older_experts(folder: Path) -> None:
     hidden, width, tensors = model.config.hidden_size, model.config.intermediate_size, {}
     for layer in range(model.config.num_hidden_layers):
         for expert in range(model.config.num_local_experts):
-            for name, (outputs, inputs) in {"w1": (width, hidden), "w2": (hidden, width), "w3": (width, hidden)}.items():
+            for name, (outputs, inputs) in {
+                "w1": (width, hidden),
+                "w2": (hidden, width),
+                "w3": (width, hidden),
+            }.items():
                 stem = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
                 tensors[f"{stem}.lora_A.weight"] = 0.1 * torch.randn(4, inputs, generator=noise)
                 tensors[f"{stem}.lora_B.weight"] = 0.1 * torch.randn(outputs, 4, generator=noise)
@@ -165,7 +195,11 @@ def tied(folder: Path, table: str) -> None:
         "tied-saved": {"target_modules": ["q_proj"], "modules_to_save": [table]},
         "tied-tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [PROMPT[3], 99]},
     }.items():
-        attempt(folder, option, lambda o=option, s=settings: write(folder, o, s | {"ensure_weight_tying": True}, lambda m: None))
+        attempt(
+            folder,
+            option,
+            lambda o=option, s=settings: write(folder, o, s | {"ensure_weight_tying": True}, lambda m: None),
+        )
 
 
 def attempt(folder: Path, option: str, make: Callable[[], None]) -> None:
@@ -213,7 +247,11 @@ def make_published(folder: Path, case: str) -> None:
     config = json.loads((folder / "model" / "config.json").read_text())
     tensors = load_file(folder / "model" / "model.safetensors")
     logits = published.chatglm_logits if config["model_type"] == "chatglm" else published.baichuan_logits
-    for option, settings in {"plain": {}, "patterns": {"alpha_pattern": {"mlp.*": 3}}, "dora": {"use_dora": True}}.items():
+    for option, settings in {
+        "plain": {},
+        "patterns": {"alpha_pattern": {"mlp.*": 3}},
+        "dora": {"use_dora": True},
+    }.items():
         root = nn.Module()
         leaves = {}
         for name, module in modules_of(tensors):
