@@ -261,13 +261,13 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
         proposer,
-        None if sites is None else Adapters(sites.num_rows, config.adapter_bytes, sites.read),
+        None if sites is None else Adapters(sites.num_rows, int(config.adapter_memory * 1e9), sites.read),
     )
 
 
 def _sites(config: ShardConfig, weights: Weights, num_layers: int, backend: Backend, stage: Stage) -> Sites | None:
     """What notes the layers that adapters can change; None: none are served."""
-    if not config.max_adapters:
+    if not config.has_adapters:
         return None
     others = model_loading.of_other_stages(weights, stage, num_layers)
     return Sites(backend, config.max_adapters, weights.dtype, others)
@@ -339,7 +339,7 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any], choose: Choos
         *(model, shard, backend, dtype, reason, computes, "transformers runs the model", quantised.description),
         no_adapters="adapters are for model families of Lockstep's own, and transformers runs this model: merge each "
         "into its model with `lockstep merge`, and serve that"
-        if config.max_adapters
+        if config.has_adapters
         else "",
     )
 

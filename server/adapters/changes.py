@@ -33,6 +33,7 @@ from server.checkpoint.weights import Piece
 CHUNK = 4096  # rows of a table that are looked at together
 MERGE = "merge it with `lockstep merge` and serve the merged model"
 
+SHARED = "shared"  # the table of an encoder-decoder: transformers' stacks read it past whatever is put around it
 HALVES = {"expert_gate": 0, "expert_up": 1}  # of the rows of a parameter of both, by role
 # What transformers calls the parameter of all experts, by role; experts that have no gate have only the first and last.
 PARAMETERS = {"expert_up": "up_proj", "expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
@@ -190,7 +191,7 @@ class Changes:
 
     def _low_rank(self, found: Linear, piece: Piece, own: LowRankUpdate, read: Read) -> None:
         """Add a product of two matrices, as this rank has it."""
-        rows, columns = _ranges(own.up, piece), slice(*piece.columns)
+        rows, columns = _ranges(len(own.up), piece), slice(*piece.columns)
         up = _rows(own.up, rows)
         if own.magnitude is not None and len(up):
             weight = read(rows).float()
@@ -208,22 +209,21 @@ class Changes:
 
     def _replaced(self, found: Linear, piece: Piece, name: str, *, is_vocabulary: bool) -> Read:
         """Put rows of a weight that was trained whole in place of the base's. Returns what reads them."""
-        stored = self._files.shape_of(name)
-        size = piece.size if not is_vocabulary else (self._rows_of(name, piece, is_vocabulary), piece.size[1])
-        is_transposed = piece.is_transposed and stored == (size[1], size[0])
-        whole = self._take(name, (size[1], size[0]) if is_transposed else size)
-        whole = whole.t() if is_transposed else whole
-        ranges = _ranges(whole, piece)
-        weight = _rows(whole, ranges)
-        if len(weight) < piece.num_outputs:  # tokens that the adapter does not know
-            found.add(piece.first + len(weight), torch.full((piece.num_outputs - len(weight),), float("-inf")))
-        differing = [
-            (_rows(whole, [part]).to(self._dtype) != piece.read([part]).to(self._dtype)).any(dim=1)
-            for part in _chunks(ranges)
-        ]
-        places = torch.cat(differing).nonzero().flatten() if differing else torch.zeros(0, dtype=torch.int64)
-        self._put_rows(found, piece, places, weight[places])
-        return partial(_rows, whole)
+        size = (self._rows_of(name, piece, is_vocabulary), piece.size[1])
+        is_turned = piece.is_transposed and self._files.shape_of(name) == (size[1], size[0])
+        read = (
+            partial(_rows, self._take(name, (size[1], size[0])).t()) if is_turned else partial(self._saved, name, size)
+        )
+        ranges = _ranges(size[0], piece)
+        num_known = sum(stop - start for start, stop in ranges)
+        if num_known < piece.num_outputs:  # tokens that the adapter does not know
+            found.add(piece.first + num_known, torch.full((piece.num_outputs - num_known,), float("-inf")))
+        chunks = _chunks(ranges)
+        differing = [(read([part]).to(self._dtype) != piece.read([part]).to(self._dtype)).any(dim=1) for part in chunks]
+        if differing:
+            places = torch.cat(differing).nonzero().flatten()
+            self._put_rows(found, piece, places, read(ranges)[places])
+        return read
 
     def _put_rows(self, found: Linear, piece: Piece, places: Tensor, rows: Tensor) -> None:
         """Rows [n, D] in place of some of the base's. places: [n], ascending, among the piece's."""
@@ -261,7 +261,7 @@ class Changes:
         bias = self._take(name, (self._rows_of(name, piece, is_vocabulary),))
         if piece.columns[0] != 0:
             return
-        ranges = _ranges(bias, piece)
+        ranges = _ranges(len(bias), piece)
         own, base = _rows(bias, ranges).float(), piece.read_bias(ranges)
         difference = own if base is None else own - base
         if difference.any():
@@ -276,8 +276,11 @@ class Changes:
             f"{self._files.told(name)} is of {outputs} tokens, and the model is served with {piece.size[0]}: {MERGE}"
         )
 
-    def embedding(self, piece: Piece) -> EmbeddingChange | None:
-        """Of a table of which this rank has some rows; None: it stays as it is."""
+    def embedding(self, piece: Piece, *, is_resized: bool = False) -> EmbeddingChange | None:
+        """Of a table of which this rank has some rows; None: it stays as it is.
+
+        is_resized: whether the adapter has another vocabulary than the model that it was made for.
+        """
         if (module := self._module(piece)) is None:
             return None
         self._refuse_other_parts(module, {"table_down", "table_up", "magnitude", "weight", "tokens"})
@@ -285,12 +288,25 @@ class Changes:
         read: Read = piece.read
         if "weight" in parts:
             replaced = self._other_table(piece, parts["weight"])
-            read = partial(self._saved, parts["weight"])
+            read = partial(self._saved, parts["weight"], self._files.shape_of(parts["weight"]))
         if "tokens" in parts:
             replaced = self._other_tokens(piece, module)
         if "table_down" in parts:
-            return self._with_low_rank(replaced, piece, module, read)
+            replaced = self._with_low_rank(replaced, piece, module, read)
+        if module.name == SHARED and "tokens" not in parts and not is_resized:
+            self._refuse_effect(module, replaced)
+            return None
         return replaced if replaced.nbytes else None
+
+    def _refuse_effect(self, module: Module, change: EmbeddingChange) -> None:
+        """Raise AdapterError unless the change changes nothing."""
+        is_zero = change.up is None or change.down is None or not (change.up.any() and change.down.any())
+        if change.ids is not None or change.gain is not None or not is_zero:
+            one = next(iter(module.parts.values()))
+            raise AdapterError(
+                f"{self._files.told(one)} is of the table that encoder and decoder share, with which peft computes "
+                "nothing: train layers, or `trainable_token_indices`"
+            )
 
     def _with_low_rank(self, replaced: EmbeddingChange, piece: Piece, module: Module, read: Read) -> EmbeddingChange:
         parts, (start, stop) = module.parts, _one(piece)
@@ -332,40 +348,42 @@ class Changes:
             rows.append(own[differing])
         return _replacing(ids, rows)
 
-    def _saved(self, name: str, ranges: Ranges) -> Tensor:
+    def _saved(self, name: str, shape: Sequence[int], ranges: Ranges) -> Tensor:
         """Rows of a weight that was trained whole."""
-        return torch.cat([self._files.read(name, self._files.shape_of(name), part) for part in ranges])
+        self._taken.add(name)
+        return torch.cat([self._files.read(name, shape, part) for part in ranges])
 
     def _other_tokens(self, piece: Piece, module: Module) -> EmbeddingChange:
         ids, rows = self._tokens(module, module.parts["tokens"], piece.size)
         places, order = _places(ids, piece)
         return _replacing([places], [rows[order].to(self._dtype)])
 
-    def norm(self, names: Sequence[str], weight: Tensor | None, bias: Tensor | None) -> NormChange | None:
-        """Of a norm whose own weight and bias [D], if it has them, are these; None: it stays as it is.
+    def norm(self, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float = 0.0) -> NormChange | None:
+        """Of a norm that multiplies by this weight [D], and adds this bias; None: it stays as it is.
 
-        What an adapter has in place of a weight must be 0 where that is 0.
+        What an adapter has in place of a weight must be 0 where that is 0. offset: what is added to stored weights.
         """
         found = dict.fromkeys(plain_name(name) for name in names)
         module = next((module for name in found if (module := self._files.modules.get(name)) is not None), None)
         if module is None:
             return None
         self._refuse_other_parts(module, {"weight", "bias"})
-        gain = shift = None
-        size = len(weight) if weight is not None else len(bias) if bias is not None else 0
-        weight, bias = (None if own is None else own.to(torch.get_default_device()) for own in (weight, bias))
+        size, gain = len(weight), torch.ones(len(weight))
         if "weight" in module.parts:
-            own = self._take(module.parts["weight"], (size,)).float()
-            base = torch.ones(size) if weight is None else weight.float()
+            own, base = self._take(module.parts["weight"], (size,)).float() + offset, weight.float()
             if ((base == 0) & (own != 0)).any():
                 raise AdapterError(f"{self._files.told(module.parts['weight'])} is not 0 where the model's is: {MERGE}")
-            gain = own / torch.where(base == 0, torch.ones_like(base), base)
+            gain = torch.where(base == own, 1, own / base)
         before = torch.zeros(size) if bias is None else bias.float()
         after = self._take(module.parts["bias"], (size,)).float() if "bias" in module.parts else before
-        shift = after - (before if gain is None else before * gain)
-        gain = None if gain is None or bool((gain == 1).all()) else gain
-        shift = shift if bool(shift.any()) else None
-        return None if gain is None and shift is None else NormChange(gain, shift)
+        shift, has_gain = after - before * gain, bool((gain != 1).any())
+        if not has_gain and not shift.any():
+            return None
+        return NormChange(gain if has_gain else None, shift if shift.any() else None)
+
+    def saved(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A tensor that is in place of one of the base's."""
+        return self._take(name, shape)
 
     def refuse_leftovers(self, elsewhere: Sequence[str] = ()) -> None:
         """Raise AdapterError if no layer has taken some tensors.
@@ -425,9 +443,9 @@ def _one(piece: Piece) -> tuple[int, int]:
     return part
 
 
-def _ranges(whole: Tensor, piece: Piece) -> Ranges:
-    """The piece's rows, as far as a whole layer's tensor has them."""
-    clipped = [(min(start, len(whole)), min(stop, len(whole))) for start, stop in piece.rows]
+def _ranges(outputs: int, piece: Piece) -> Ranges:
+    """The piece's rows, as far as an adapter has so many."""
+    clipped = [(min(start, outputs), min(stop, outputs)) for start, stop in piece.rows]
     return [(start, stop) for start, stop in clipped if start < stop]
 
 

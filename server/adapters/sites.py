@@ -1,13 +1,12 @@
 """What adapters can change of a model, on one rank: its layers, noted while they are loaded.
 
-Left out: norms whose weights are stored as distances from 1, and those over the whole width of queries or keys; what an
-adapter has for these is refused by its name.
+Left out: norms over the whole width of queries or keys; what an adapter has for these is refused by its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +18,12 @@ from server.adapters.adapters import Change
 from server.adapters.changes import Changes
 from server.adapters.files import AdapterFiles
 from server.backends.protocol import (
+    AdaptedExperts,
     AdaptedLinear,
     Backend,
     EmbeddingChange,
+    ExpertsChange,
+    GroupedLinear,
     LinearChange,
     LinearFormat,
     Norm,
@@ -29,7 +31,9 @@ from server.backends.protocol import (
     TokenAdapters,
 )
 from server.backends.reference.adapters import AdaptedNorm, AdaptedTable
-from server.checkpoint.weights import Piece
+from server.checkpoint.weights import Piece, placed
+
+AnyChange = LinearChange | ExpertsChange | EmbeddingChange | NormChange
 
 
 class Changeable(Protocol):
@@ -52,7 +56,7 @@ class Site(Protocol):
     @property
     def layer(self) -> Changeable: ...
 
-    def find(self, changes: Changes) -> LinearChange | EmbeddingChange | NormChange | None:
+    def find(self, changes: Changes) -> AnyChange | None:
         """None: nothing. Raises AdapterError."""
 
 
@@ -69,6 +73,19 @@ class LinearSite:
         """See `Site`."""
         is_vocabulary = self.num_outputs is not None
         return changes.linear(self.pieces, self.num_outputs, is_vocabulary=is_vocabulary, tied_to=self.tied_to)
+
+
+@dataclass(frozen=True)
+class ExpertsSite:
+    """A linear layer of each expert."""
+
+    layer: AdaptedExperts
+    pieces: Sequence[Sequence[Piece]]
+
+    def find(self, changes: Changes) -> ExpertsChange | None:
+        """See `Site`."""
+        found = tuple(changes.linear(placed(pieces)) for pieces in self.pieces)
+        return None if all(change is None for change in found) else ExpertsChange(found)
 
 
 @dataclass(frozen=True)
@@ -91,10 +108,11 @@ class NormSite:
     names: Sequence[str]
     weight: Tensor
     bias: Tensor | None
+    offset: float
 
     def find(self, changes: Changes) -> NormChange | None:
         """See `Site`."""
-        return changes.norm(self.names, self.weight, self.bias)
+        return changes.norm(self.names, self.weight, self.bias, self.offset)
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,7 @@ class Placed:
     """See `adapters.Change`."""
 
     layer: Changeable
-    change: LinearChange | EmbeddingChange | NormChange
+    change: AnyChange
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +146,7 @@ class Sites:
     dtype: torch.dtype
     elsewhere: Sequence[str] = ()
     tokens: TokenAdapters = field(default_factory=TokenAdapters)
+    of_pairs: TokenAdapters = field(default_factory=TokenAdapters)  # of tokens sorted by expert
     all: list[Site] = field(default_factory=list)
 
     def linear(
@@ -144,16 +163,34 @@ class Sites:
         self.all.append(LinearSite(adapted, pieces, num_outputs, tied_to))
         return adapted
 
+    def experts(self, layer: GroupedLinear, pieces: Sequence[Sequence[Piece]], *, is_gated: bool) -> GroupedLinear:
+        """See `weights.Adapting`."""
+        adapted = self.backend.adapted_experts(layer, self.num_rows, self.of_pairs, is_gated=is_gated)
+        self.all.append(ExpertsSite(adapted, pieces))
+        return adapted
+
+    @contextmanager
+    def pairs(self, spread: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """See `weights.Adapting`."""
+        rows = self.tokens.rows
+        if rows is None:
+            yield
+            return
+        # As numbers that hold every row, and that what spreads tokens can spread.
+        own = spread(rows.float().unsqueeze(1)).squeeze(1).long()
+        with self.of_pairs.of(TokenAdapters(own, self.tokens.present)):
+            yield
+
     def table(self, piece: Piece) -> Callable[[Tensor, Tensor], Tensor]:
         """See `weights.Adapting`."""
         adapted = AdaptedTable(self.tokens, self.backend.device)
         self.all.append(TableSite(adapted, piece))
         return adapted
 
-    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> Norm:
+    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
         """See `weights.Adapting`."""
         adapted = AdaptedNorm(norm, self.tokens, self.backend.device)
-        self.all.append(NormSite(adapted, names, weight, bias))
+        self.all.append(NormSite(adapted, names, weight, bias, offset))
         return adapted
 
     def read(self, key: bytes, folder: Path) -> list[Change]:

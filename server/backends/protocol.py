@@ -198,6 +198,18 @@ class LinearChange:
 
 
 @dataclass(frozen=True)
+class ExpertsChange:
+    """What an adapter makes of a linear layer of each expert; None: nothing."""
+
+    experts: tuple[LinearChange | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(change.nbytes for change in self.experts if change is not None)
+
+
+@dataclass(frozen=True)
 class EmbeddingChange:
     """What an adapter makes of a row of a table: gain * row + scale * (the token's row of `down` @ up).
 
@@ -303,6 +315,23 @@ class GroupedLinear(Movable, Protocol):
         ends: [E] int32, ascending; the last is T. bias: [E, F]. Where the weights are gated, what comes out is
         activation(gate) * up, and bias is [E, 2 F].
         """
+
+
+class AdaptedExperts(GroupedLinear, Protocol):
+    """A `GroupedLinear` whose product is another one for tokens that have adapters.
+
+    The `TokenAdapters` that say so are of the sorted tokens.
+    """
+
+    @property
+    def is_capturable(self) -> bool:
+        """As of an `AdaptedLinear`."""
+
+    def stage(self, change: ExpertsChange) -> ExpertsChange:
+        """As of an `AdaptedLinear`."""
+
+    def put(self, row: int, change: ExpertsChange | None) -> None:
+        """From now on the adapter in `row` changes the layer so. None: not at all."""
 
 
 @dataclass(frozen=True)
@@ -568,6 +597,11 @@ class Backend(Protocol):
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         """A linear layer for tokens that have adapters in rows 1 … num_rows. is_gated: as `linear` was told."""
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        """The same of experts. tokens: sorted as the layer is given them."""
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         """LayerNorm over weight's features where `is_centred`, else RMSNorm."""

@@ -23,8 +23,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +35,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import FusedRows, NameMap, QkvLayout
-from server.backends.protocol import LinearFormat, Norm
+from server.backends.protocol import GroupedLinear, LinearFormat, Norm
 from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import (
     FLOATS,
@@ -113,6 +115,10 @@ class Checkpoint:
     def names(self) -> Iterator[str]:
         """The name of every stored tensor, without those that only share another one."""
         return iter(self._paths)
+
+    def paths(self) -> Iterator[Path]:
+        """Every file with tensors."""
+        return iter(dict.fromkeys(self._paths.values()))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in, without reading it."""
@@ -320,6 +326,12 @@ class Piece:
         return self.read(self.rows)
 
 
+def placed(pieces: Sequence[Piece]) -> list[Piece]:
+    """Each behind the outputs of those before it."""
+    ends = accumulate((piece.num_outputs for piece in pieces), initial=0)
+    return [replace(piece, first=first) for piece, first in zip(pieces, ends, strict=False)]
+
+
 class Adapting(Protocol):
     """Makes layers such as adapters can change."""
 
@@ -340,8 +352,14 @@ class Adapting(Protocol):
     def table(self, piece: Piece) -> Callable[[Tensor, Tensor], Tensor]:
         """What changes rows [T, E] of a table. It is called with the tokens [T], counted from the piece's first."""
 
-    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> Norm:
-        """A norm that has one of these names and these numbers [D]."""
+    def experts(self, layer: GroupedLinear, pieces: Sequence[Sequence[Piece]], *, is_gated: bool) -> GroupedLinear:
+        """A linear layer of experts, each with pieces of its own."""
+
+    def pairs(self, spread: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """While experts compute: their tokens are those that `spread` makes of the pass's [T, n]."""
+
+    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
+        """A norm that has one of these names and these numbers [D]. offset: added to the weight that is stored."""
 
 
 @dataclass(frozen=True)
@@ -500,24 +518,28 @@ class Weights:
         rows: Ranges | None = None,
         columns: tuple[int, int] | None = None,
         first: int = 0,
+        expert: int | None = None,
+        num_experts: int = 0,
     ) -> Piece:
         """What `linear` reads with the same arguments, by its names."""
         rows = rows or [(0, size[0])]
         return Piece(
             role,
-            self.all_names(role),
+            self.all_names(role, expert or 0),
             size,
             rows,
             columns or (0, size[1]),
             first,
-            partial(self._exact, role, size),
-            partial(self._exact_bias, role, size[0]),
-            is_transposed=self.names.transposed,
+            partial(self._exact, role, size, expert=expert or 0),
+            partial(self._exact_bias, role, size[0], expert=expert or 0),
+            expert,
+            num_experts,
+            self.names.transposed,
         )
 
-    def all_names(self, role: str) -> tuple[str, ...]:
+    def all_names(self, role: str, expert: int = 0) -> tuple[str, ...]:
         """What checkpoints may call a role, without what follows the last dot."""
-        return tuple(prefix + name for name in self._short_names(role) for prefix in (self.prefix, ""))
+        return tuple(prefix + name for name in self._short_names(role, expert) for prefix in (self.prefix, ""))
 
     def table_piece(self, role: str, size: tuple[int, int], part: tuple[int, int]) -> Piece:
         """Some rows of a table."""
@@ -528,15 +550,15 @@ class Weights:
         found = [exact.stored_table(role, size, part) for part in rows]
         return torch.cat([one if isinstance(one, Tensor) else one.dequantised().float() for one in found])
 
-    def _exact(self, role: str, size: tuple[int, int], rows: Ranges) -> Tensor:
+    def _exact(self, role: str, size: tuple[int, int], rows: Ranges, expert: int) -> Tensor:
         """Whole rows of a linear layer as it computes, in float32."""
-        stored = replace(self, dtype=torch.float32).linear(role, size, rows=rows)
+        stored = replace(self, dtype=torch.float32).linear(role, size, rows=rows, expert=expert)
         return stored if isinstance(stored, Tensor) else stored.dequantised().float()
 
-    def _exact_bias(self, role: str, size: int, rows: Ranges) -> Tensor | None:
-        if f"{self._name(role)}.bias" not in self.checkpoint:
+    def _exact_bias(self, role: str, size: int, rows: Ranges, expert: int) -> Tensor | None:
+        if f"{self._name(role, expert)}.bias" not in self.checkpoint:
             return None
-        return replace(self, dtype=torch.float32).bias(role, size, ranges=rows)
+        return replace(self, dtype=torch.float32).vector(role, size, suffix="bias", ranges=rows, expert=expert)
 
     def _quantised(self, format: Format, name: str, size: tuple[int, int]) -> Tensors | None:
         """The tensors of a linear layer of `size` that the format stores; None where the layer is dense."""

@@ -9,8 +9,7 @@ Shapes: T tokens, D input features, F output features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,7 +19,7 @@ from server.arch.spec import Activation
 from server.backends.protocol import GroupedLinear, LinearFormat, MakeLinear, Maximum
 from server.backends.reference.linear import StackedLinear
 from server.checkpoint.formats.protocol import Ranges
-from server.checkpoint.weights import Piece, Weights
+from server.checkpoint.weights import Piece, Weights, placed
 from server.quantisation.stored import Stored, joined
 from server.ranks.collectives import Shard
 
@@ -119,12 +118,6 @@ def _read(weights: Weights, piece: Piece) -> Stored:
     rows = None if list(piece.rows) == [(0, outputs)] else piece.rows
     columns = None if piece.columns == (0, inputs) else piece.columns
     return weights.linear(piece.role, piece.size, rows=rows, columns=columns)
-
-
-def placed(pieces: Sequence[Piece]) -> list[Piece]:
-    """Each behind the outputs of those before it."""
-    ends = accumulate((piece.num_outputs for piece in pieces), initial=0)
-    return [replace(piece, first=first) for piece, first in zip(pieces, ends, strict=False)]
 
 
 def _stacked(

@@ -7,6 +7,7 @@ Shapes: T tokens, D model width, F local width of the mlp, E experts, k experts 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Norm, RouterRule, Routing
 from server.checkpoint.experts import SeparateExperts, StackedExperts
-from server.checkpoint.weights import Weights
+from server.checkpoint.weights import Adapting, Weights
 from server.layers.linear import (
     Branch,
     ColumnLinear,
@@ -75,6 +76,7 @@ class MoeMlp:
     shared_gate: LinearFormat | None = None  # [1, D], on every rank
     router_norm: Norm | None = None
     weighs_inputs: bool = False
+    adapting: Adapting | None = None
     bias: None = None
 
     @property
@@ -102,8 +104,9 @@ class MoeMlp:
         read = x if self.router_norm is None else self.router_norm(stream)
         routes = self.routing(self.router, read, self.router_bias)
         pairs = routes.weighed(x) if self.weighs_inputs else routes.spread(x)
-        y = self.up(pairs, routes.ends, self.activation, self.up_bias)
-        y = self.down(y, routes.ends, None, self.down_bias)
+        with nullcontext() if self.adapting is None else self.adapting.pairs(routes.spread):
+            y = self.up(pairs, routes.ends, self.activation, self.up_bias)
+            y = self.down(y, routes.ends, None, self.down_bias)
         return routes.total(y) if self.weighs_inputs else routes.combine(y)
 
 
@@ -140,11 +143,16 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
     hidden, count = spec.hidden_size, kind.num_experts
     experts = (StackedExperts if weights.names.stacks else SeparateExperts)(weights, kind, hidden)
     down_bias = experts.down_bias() if kind.bias else None  # which every rank reads, and one adds
+    up = backend.grouped(map(experts.gate_up, range(count)), count, is_gated=kind.gated)
+    down = backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max)
+    if (adapting := weights.adapting) is not None:
+        up = adapting.experts(up, [experts.gate_up_pieces(e) for e in range(count)], is_gated=kind.gated)
+        down = adapting.experts(down, [experts.down_pieces(e) for e in range(count)], is_gated=False)
     return MoeMlp(
         router=load_dense(weights, [weights.piece("router", (count, hidden))], backend.linear),
         routing=_load_routing(weights, kind, backend),
-        up=backend.grouped(map(experts.gate_up, range(count)), count, is_gated=kind.gated),
-        down=backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max),
+        up=up,
+        down=down,
         activation=kind.activation,
         router_bias=weights.bias("router", count) if kind.router_bias else None,
         up_bias=experts.gate_up_bias() if kind.bias else None,
@@ -155,6 +163,7 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
         else None,
         router_norm=_load_router_norm(weights, spec, backend) if kind.router_norm else None,
         weighs_inputs=kind.weighs_inputs,
+        adapting=adapting,
     )
 
 

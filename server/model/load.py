@@ -182,15 +182,15 @@ class StackLoader:
 
     def norm(self, role: str, size: int) -> Norm:
         """The norm called `role`, over `size` features, replicated on every rank."""
-        kind, weight, bias = self.spec.norm, self.weights.vector(role, size), None
+        kind, weight, bias, offset = self.spec.norm, self.weights.vector(role, size), None, 0.0
         if isinstance(kind, LayerNormSpec):
             bias = self.weights.bias(role, size) if kind.bias else None
         elif kind.unit_offset:  # in float32: near 1 the checkpoint's dtype has no room for a distance from 1
-            weight = weight.float() + 1
+            weight, offset = weight.float() + 1, 1.0
         norm = self.backend.norm(weight, bias, kind.eps, is_centred=isinstance(kind, LayerNormSpec))
-        if self.weights.adapting is None or (isinstance(kind, RmsNormSpec) and kind.unit_offset):
+        if self.weights.adapting is None:
             return norm
-        return self.weights.adapting.norm(norm, self.weights.all_names(role), weight, bias)
+        return self.weights.adapting.norm(norm, self.weights.all_names(role), weight, bias, offset)
 
     def _plain_norm(self, size: int) -> Norm:
         """The root mean square norm without weights."""

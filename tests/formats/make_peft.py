@@ -1,6 +1,6 @@
 """Adapters that PEFT writes, with random numbers, and what its models compute: `python make_peft.py FOLDER [CASE …]`.
 
-FOLDER/CASE/model is the checkpoint, FOLDER/CASE/OPTION the adapter, with logits of PROMPT beside it or, in OPTION.txt, why
+FOLDER/CASE/model is the checkpoint, FOLDER/CASE/OPTION the adapter, with logits of PROMPT in it, or OPTION.txt says why
 there is none. FOLDER/CASE/OPTION.merged is the model with the adapter merged into it.
 """
 
@@ -11,6 +11,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +28,14 @@ from tests.server.tiny import save_tiny
 PROMPT = [int(i) for i in torch.randint(4, 100, (24,), generator=torch.Generator().manual_seed(1))]
 GENERATED = [5, 17, 40, 41]  # of what has an encoder
 CASES = (
-    *(
-        "bloom",
-        "opt",
-        "gpt2",
-        "gpt_neox",
-        "falcon-7b",
-        "llama",
-        "llama-biased-tied",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-    ),
-    *(
-        "qwen3_moe",
-        "gemma",
-        "gemma3_text",
-        "phi3",
-        "starcoder2",
-        "mpt",
-        "t5",
-        "t5-gated",
-        "mt5",
-        "gpt_oss",
-        "qwen3_next",
-    ),
-    *("granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3"),
+    *("bloom", "opt", "gpt2", "gpt_neox", "falcon-7b", "llama", "llama-biased-tied", "mistral", "mixtral", "qwen2"),
+    *("qwen3", "qwen3_moe", "gemma", "gemma3_text", "phi3", "starcoder2", "mpt", "t5", "t5-gated", "mt5", "gpt_oss"),
+    *("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3"),
 )
-MERGED = ("plain", "patterns", "dora", "embedding", "saved", "tokens", "bias-all", "experts", "smaller", "larger")
+WITH_MORE_NORMS = ("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3")  # than are served
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "experts.up_proj")
+OF_MAMBA = ["conv1d", "out_proj"]  # modules which PEFT refuses, as their weights are read past them
+NOT_MERGED = ("rank-stabilised", "layers", "exclude", "expression", "lora-bias")  # as others, or not by PEFT
 Options = dict[str, dict[str, Any]]
 
 
@@ -64,56 +44,80 @@ def load(folder: Path) -> PreTrainedModel:
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def leaves_of(model: nn.Module, *kinds: type[nn.Module]) -> list[str]:
-    """The last parts of the names of its modules of these kinds, without its head."""
-    heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []
-    found = (name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, kinds) and m not in heads)
-    return [*dict.fromkeys(name for name in found if not name.isdigit())]
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith(("RMSNorm", "T5LayerNorm"))
+
+
+def leaves_of(model: nn.Module) -> dict[str, str]:
+    """The last parts of the names of its linear layers but its head, each with the whole name of the first one."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if (
+            isinstance(module, nn.Linear | Conv1D)
+            and module is not model.get_output_embeddings()
+            and leaf not in OF_MAMBA
+        ):
+            found.setdefault(leaf, name)
+    return found
 
 
 def options_of(model: nn.Module) -> Options:
     """How an adapter of this model may be configured."""
     named = {id(module): name for name, module in model.named_modules()}
     table, head = (named[id(found)] for found in (model.get_input_embeddings(), model.get_output_embeddings()))
-    first, second, *others = leaves_of(model, nn.Linear, Conv1D)
-    norms = [name.rpartition(".")[2] for name, m in model.named_modules() if "Norm" in type(m).__name__]
-    some = [first, second, *others[:1]]
-    has_biases = any(name.endswith(".bias") for name, _ in model.named_parameters())
+    leaves = leaves_of(model)
+    first, second, *_ = leaves
+    has_experts = any(name.endswith(EXPERTS) for name, _ in model.named_parameters())
+    layer = next(int(part) for part in leaves[first].split(".") if part.isdigit())
+    norms = [
+        name if model.config.model_type in WITH_MORE_NORMS else name.rpartition(".")[2]
+        for name, m in model.named_modules()
+        if is_norm(m)
+    ]
+    some = [first, second]
+    most = some if has_experts else [*leaves]  # of mixtures, PEFT takes `gate_proj` and its kin for the experts'
+    whole = [head, ".".join(leaves[second].split(".")[-2:]), *norms[-1:]]
     options: Options = {
         "plain": {},
         "patterns": {
-            "rank_pattern": {first: 8, rf"^.*\.1\..*{second}": 2, r".*\.2\..*": 3},
-            "alpha_pattern": {rf"{second}": 3, r"^.*\.0\..*": 11},
+            # In the order of the letters, in which PEFT saves them.
+            "rank_pattern": {r".*\.2\..*": 3, rf"^.*\.1\..*{second}": 2, first: 8},
+            "alpha_pattern": {r".*\.0\..*": 11, second: 3},
         },
         "rank-stabilised": {"use_rslora": True, "rank_pattern": {first: 16}},
-        "dora": {"use_dora": True},
-        "lora-bias": {"lora_bias": True},
-        "saved": {"target_modules": [first], "modules_to_save": [table, head, second, *norms[-1:]]},
+        "dora": {"target_modules": most, "use_dora": True},
+        "lora-bias": {"target_modules": most, "lora_bias": True},
+        "saved": {"target_modules": [first], "modules_to_save": whole},
+        "saved-table": {"target_modules": [first], "modules_to_save": [table]},
         "embedding": {"target_modules": [*some, table, head]},
         "embedding-dora": {"target_modules": [*some, table, head], "use_dora": True, "use_rslora": True},
         "tokens": {"target_modules": some, "trainable_token_indices": [PROMPT[3], 99, PROMPT[0]]},
-        "layers": {"target_modules": some, "layers_to_transform": [1]},
-        "exclude": {"exclude_modules": [first]},
-        "expression": {"target_modules": rf".*\.[12]\..*({first}|{second})"},
+        "layers": {"target_modules": some, "layers_to_transform": [layer]},
+        "exclude": {"exclude_modules": [*OF_MAMBA, first]},
+        "expression": {"target_modules": rf".*\.\d\..*({first}|{second})"},
     }
-    if has_biases:
+    if any(name.endswith(".bias") for name, _ in model.named_parameters()):
         options |= {"bias-all": {"bias": "all"}, "bias-lora": {"bias": "lora_only", "target_modules": some}}
-    experts = [
-        name for name, _ in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj", "experts.up_proj"))
-    ]
-    if experts:
-        ends = {".".join(name.split(".")[-2:]) for name in experts}
-        routers = {name for name, m in model.named_modules() if "Router" in type(m).__name__}
-        routers = {f"{name.rpartition('.')[2]}.weight" for name in routers}
-        options["experts"] = {"target_modules": some, "target_parameters": sorted(ends)}
-        options["experts-down"] = {"target_modules": [], "target_parameters": [e for e in sorted(ends) if "down" in e]}
-        options["experts-patterns"] = {
+    return options | options_of_experts(model, some)
+
+
+def options_of_experts(model: nn.Module, some: list[str]) -> Options:
+    """Of mixtures whose experts' matrices are in parameters of all."""
+    experts = {".".join(name.split(".")[-2:]) for name, _ in model.named_parameters() if name.endswith(EXPERTS)}
+    if not experts:
+        return {}
+    routers = {name.rpartition(".")[2] + ".weight" for name, m in model.named_modules() if "Router" in type(m).__name__}
+    return {
+        "experts": {"target_modules": some, "target_parameters": sorted(experts)},
+        "experts-down": {"target_modules": [], "target_parameters": [name for name in experts if "down" in name]},
+        "experts-patterns": {
             "target_modules": [],
-            "target_parameters": sorted(ends | routers),
+            "target_parameters": sorted(experts | routers),
             "rank_pattern": {r".*down_proj": 2},
             "alpha_pattern": {"gate_up_proj": 9},
-        }
-    return options
+        },
+    }
 
 
 def randomise(model: nn.Module) -> None:
@@ -135,18 +139,22 @@ def logits_of(model: nn.Module) -> torch.Tensor:
         return model(input_ids=torch.tensor([PROMPT])).logits[0]
 
 
-def write(folder: Path, option: str, settings: dict[str, Any], change: Callable[[PreTrainedModel], None]) -> None:
-    """One adapter of the model in `folder`/model, changed before it gets the adapter."""
+def write(folder: Path, option: str, settings: dict[str, Any], num_tokens: int | None = None) -> None:
+    """One adapter of the model in `folder`/model, whose vocabulary is made smaller or larger before."""
     model = load(folder / "model")
-    change(model)
+    if num_tokens is not None:
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
     kind = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    config = LoraConfig(task_type=kind, **({"r": 4, "lora_alpha": 6, "target_modules": "all-linear"} | settings))
+    usual: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
+    if settings.get("target_modules") is None and model.config.model_type in ("falcon_h1", "nemotron_h"):
+        usual["exclude_modules"] = OF_MAMBA
+    config = LoraConfig(task_type=kind, **(usual | settings))
     torch.manual_seed(len(option))
     adapted = get_peft_model(model, config).eval()
     randomise(adapted)
     adapted.save_pretrained(folder / option)
     save_file({"logits": logits_of(adapted).contiguous()}, folder / option / "oracle.logits")
-    if option in MERGED:
+    if option not in NOT_MERGED:
         adapted.merge_and_unload().save_pretrained(folder / f"{option}.merged")
 
 
@@ -172,11 +180,8 @@ def of_older_experts(folder: Path) -> None:
     hidden, width, tensors = model.config.hidden_size, model.config.intermediate_size, {}
     for layer in range(model.config.num_hidden_layers):
         for expert in range(model.config.num_local_experts):
-            for name, (outputs, inputs) in {
-                "w1": (width, hidden),
-                "w2": (hidden, width),
-                "w3": (width, hidden),
-            }.items():
+            for name in ("w1", "w2", "w3"):
+                outputs, inputs = (hidden, width) if name == "w2" else (width, hidden)
                 stem = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
                 tensors[f"{stem}.lora_A.weight"] = 0.1 * torch.randn(4, inputs, generator=noise)
                 tensors[f"{stem}.lora_B.weight"] = 0.1 * torch.randn(outputs, 4, generator=noise)
@@ -195,11 +200,8 @@ def tied(folder: Path, table: str) -> None:
         "tied-saved": {"target_modules": ["q_proj"], "modules_to_save": [table]},
         "tied-tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [PROMPT[3], 99]},
     }.items():
-        attempt(
-            folder,
-            option,
-            lambda o=option, s=settings: write(folder, o, s | {"ensure_weight_tying": True}, lambda m: None),
-        )
+        settings["ensure_weight_tying"] = True
+        attempt(folder, option, partial(write, folder, option, settings))
 
 
 def attempt(folder: Path, option: str, make: Callable[[], None]) -> None:
@@ -214,19 +216,13 @@ def make(folder: Path, case: str) -> None:
     save_tiny(case, folder / "model")
     model = load(folder / "model")
     for option, settings in options_of(model).items():
-        attempt(folder, option, lambda o=option, s=settings: write(folder, o, s, lambda m: None))
+        attempt(folder, option, partial(write, folder, option, settings))
     for option, tokens in {"smaller": 100, "larger": 110}.items():
-        attempt(
-            folder,
-            option,
-            lambda o=option, t=tokens: write(
-                folder, o, {}, lambda m: m.resize_token_embeddings(t, mean_resizing=False)
-            ),
-        )
+        attempt(folder, option, partial(write, folder, option, {}, tokens))
     if case in ("llama", "gpt2"):
         in_16_bits(folder)
     if case == "mixtral":
-        attempt(folder, "older-experts", lambda: of_older_experts(folder))
+        attempt(folder, "older-experts", partial(of_older_experts, folder))
     if case == "llama-biased-tied":
         tied(folder, "embed_tokens")
 
@@ -235,23 +231,23 @@ def modules_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, nn.Modul
     for name, tensor in tensors.items():
         if name.endswith(".weight") and tensor.dim() == 2:
             stem = name.removesuffix(".weight")
-            layer = nn.Embedding if "embed" in stem else nn.Linear
-            made = layer(*(tensor.shape if layer is nn.Embedding else tensor.shape[::-1]))
+            sizes, is_table = tensor.shape, "embed" in stem
+            made = nn.Embedding(*sizes) if is_table else nn.Linear(*sizes[::-1], bias=False)
             made.weight.data = tensor.clone()
+            if f"{stem}.bias" in tensors:
+                made.bias = nn.Parameter(tensors[f"{stem}.bias"].clone())
             yield stem, made
 
 
 def make_published(folder: Path, case: str) -> None:
     """Of models that transformers has not: their layers alone, whose weights PEFT merges."""
+    (folder / "model").mkdir(parents=True)
     published.save_published(case, folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text())
     tensors = load_file(folder / "model" / "model.safetensors")
     logits = published.chatglm_logits if config["model_type"] == "chatglm" else published.baichuan_logits
-    for option, settings in {
-        "plain": {},
-        "patterns": {"alpha_pattern": {"mlp.*": 3}},
-        "dora": {"use_dora": True},
-    }.items():
+    options = {"plain": {}, "patterns": {"alpha_pattern": {"mlp.*": 3}}, "dora": {"use_dora": True}}
+    for option, settings in options.items():
         root = nn.Module()
         leaves = {}
         for name, module in modules_of(tensors):

@@ -175,7 +175,7 @@ def place_adapters(engine: Engine, folders: Sequence[Path]) -> None:
     for row, folder in enumerate(folders, start=1):
         key = content_key(folder)
         engine.adapters.prepare(key, folder)
-        engine.adapters.place(row, key)
+        engine.adapters.place([(row, key)])
 
 
 def _places(folder: Path, shard: Shard) -> dict[str, Any]:
@@ -531,6 +531,6 @@ def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = 
     plan = table.apply(request)
     tables.add(plan.added, engine.device)
     step = tables.lay_out(plan, engine.device, has_encoder=engine.has_encoder)
-    logits = engine.model.logits(engine.hidden(step))
+    logits = engine.model.logits(engine.hidden(step), step.forward.meta.adapters)
     table.apply(pb.StepRequest(retire=[0]))
     return logits

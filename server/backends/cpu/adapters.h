@@ -24,6 +24,7 @@ constexpr int HALF = PANEL / 2, HALF_VECTORS = HALF / LANES;
 // once; and those that are expanded at once.
 constexpr int TOGETHER = 12, SHRUNK_ROWS = REGISTERS / 8, EXPANDED_ROWS = 4;
 
+constexpr int AHEAD_LINES = 4;
 template <class E>
 constexpr int LINE_ELEMENTS = LINE / sizeof(E);
 
@@ -86,9 +87,12 @@ void shrink_tile(const E* down, const E* const* x, long inputs, const float* sca
     constexpr int ELEMENTS = LINE_ELEMENTS<E>;
     Floats sums[M][GROUP] = {};
     long i = 0;
-    for (; i + ELEMENTS <= inputs; i += ELEMENTS, down += GROUP * ELEMENTS)
+    for (; i + ELEMENTS <= inputs; i += ELEMENTS, down += GROUP * ELEMENTS) {
+#pragma GCC unroll 4
+        for (int j = 0; j < GROUP; j++) __builtin_prefetch(down + (AHEAD_LINES * GROUP + j) * ELEMENTS);
 #pragma GCC unroll 8
         for (int v = 0; v < ELEMENTS; v += LANES) add_products(sums, down + v, [&](int m) { return load(x[m] + i + v); });
+    }
     for (int v = 0; i + v < inputs; v += LANES)
         add_products(sums, down + v, [&](int m) { return load_part(x[m] + i + v, inputs - i - v); });
     for (int m = 0; m < M; m++)

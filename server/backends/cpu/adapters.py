@@ -1,6 +1,6 @@
 """Linear layers for tokens that have adapters, by compiled kernels.
 
-A layer's changes lie in a table by the rows in which adapters are, at an address that never changes, and the kernels are
+A layer's changes lie in a table by the rows in which adapters are, at an address that never changes, and kernels are
 told the row of each token: a captured step (`graph.py`) computes with whatever the table holds when it is replayed. How
 it is computed is said in `adapters.h`.
 

@@ -67,9 +67,11 @@ INLINE Ints all(int32_t x) { return x - Ints{}; }
 
 // Load from bfloat16 and store to it, LANES at a time.
 INLINE Floats load(const Bf16* at) {
-#if defined(__AVX512F__)
     // GCC 12 makes five instructions of the conversion below.
+#if defined(__AVX512F__)
     return (Floats)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))) << 16);
+#elif defined(__AVX2__)
+    return (Floats)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))) << 16);
 #elif defined(__aarch64__)
     return (Floats)vshll_n_u16(vld1_u16(at), 16);  // GCC 12 takes the lanes one by one
 #else

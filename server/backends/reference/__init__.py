@@ -15,6 +15,7 @@ from server.arch.spec import ArchSpec
 from server.backends.device import Device
 from server.backends.protocol import (
     SOFTMAX,
+    AdaptedExperts,
     AdaptedLinear,
     Attention,
     ConvRule,
@@ -34,7 +35,7 @@ from server.backends.protocol import (
     ShortConvWeights,
     TokenAdapters,
 )
-from server.backends.reference.adapters import StockAdapted
+from server.backends.reference.adapters import OneByOne, StockAdapted, StockAdaptedExperts
 from server.backends.reference.attention import BatchedAttention
 from server.backends.reference.convolution import StockShortConv
 from server.backends.reference.delta import StockDelta
@@ -93,6 +94,13 @@ class ReferenceBackend:
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         return StockAdapted(layer, tokens, self.device, self.gate if is_gated else None)
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        if isinstance(layer, LoopedExperts):
+            return OneByOne(layer, tokens, lambda one, of: self.adapted(one, num_rows, of, is_gated=is_gated))
+        return StockAdaptedExperts(layer, tokens, self.device, self.gate if is_gated else None)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return make_norm(weight, bias, eps, is_centred=is_centred)

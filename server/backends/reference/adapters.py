@@ -1,4 +1,5 @@
-"""Layers that adapters change, in stock operators: linear layers of any format, tables of tokens, norms.
+"""Layers that adapters change, in stock operators: linear layers of any format, experts, tables of
+tokens, norms.
 
 Nothing here waits for the device, but each adapter of a pass is computed for all of its tokens. No captured step can
 hold that, since which adapters there are is the host's business.
@@ -9,8 +10,9 @@ Shapes: T tokens, D input features, F output features, E features of a table's r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import pairwise
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +21,19 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.device import Device
 from server.backends.protocol import (
+    AdaptedLinear,
     EmbeddingChange,
+    ExpertsChange,
+    GroupedLinear,
     LinearChange,
     LinearFormat,
+    LowRank,
     Norm,
     NormChange,
     Summand,
     TokenAdapters,
 )
-from server.backends.reference.linear import Gate, activated
+from server.backends.reference.linear import Gate, GroupedDense, activated
 
 C = TypeVar("C")
 
@@ -129,6 +135,182 @@ def changed(change: LinearChange, x: Tensor, product: Tensor, bias: Tensor | Non
     for added in (bias, change.bias):
         y = y if added is None else y + added
     return y
+
+
+@dataclass(frozen=True)
+class StackedChange:
+    """What an adapter makes of a layer of all experts, whose parts stand as one: x → up(down(x))."""
+
+    down: GroupedDense | None  # [E, R, D]; None: there are no parts
+    up: GroupedDense | None  # [E, F, R], zeros where a part has none, times its scale
+    bias: Tensor | None  # [E, F]
+    gain: Tensor | None  # [E, F]
+
+    @classmethod
+    def of(cls, change: ExpertsChange, outputs: int, like: Tensor) -> StackedChange:
+        """outputs: F. like: of the dtype and the device of the inputs [T, D]."""
+        parts = [() if one is None else one.parts for one in change.experts]
+        most = max(sum(map(_rank, own)) if own else 0 for own in parts)
+        down, up = None, None
+        if most:
+            inputs = like.shape[1]
+            both = [_stacked(own, most, outputs, inputs, like) for own in parts]
+            down, up = (GroupedDense(iter([pair[i] for pair in both]), len(both)) for i in range(2))
+        biases, gains = (
+            [None if one is None else getattr(one, name) for one in change.experts] for name in ("bias", "gain")
+        )
+        return cls(down, up, _rows_of(biases, 0.0, outputs, like), _rows_of(gains, 1.0, outputs, like))
+
+
+def _rank(part: LowRank) -> int:
+    return part.up.shape[1]
+
+
+def _stacked(parts: Sequence[LowRank], most: int, outputs: int, inputs: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, D] and [F, R] of one expert, filled up with zeros."""
+    down, up, rank = like.new_zeros(most, inputs), like.new_zeros(outputs, most), 0
+    for part in parts:
+        own = slice(rank, rank + _rank(part))
+        down[own] = torch.eye(inputs) if part.down is None else part.down
+        up[part.first : part.first + len(part.up), own] = part.scale * part.up
+        rank = own.stop
+    return down, up
+
+
+def _rows_of(values: Sequence[Tensor | None], otherwise: float, width: int, like: Tensor) -> Tensor | None:
+    if all(value is None for value in values):
+        return None
+    rows = [torch.full((width,), otherwise) if value is None else value.float() for value in values]
+    return torch.stack(rows).to(like.device)
+
+
+class StockAdaptedExperts(Rows[ExpertsChange]):
+    """An `AdaptedExperts` over any format of torch's operators."""
+
+    def __init__(self, layer: GroupedLinear, tokens: TokenAdapters, device: Device, gate: Gate | None):
+        super().__init__(tokens, device)
+        self._layer = layer
+        self._gate = gate
+        self._stacked: dict[int, StackedChange] = {}
+
+    def put(self, row: int, change: ExpertsChange | None) -> None:
+        super().put(row, change)
+        self._stacked.pop(row, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the layer, without adapters."""
+        return self._layer.nbytes
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self._layer.memory
+
+    def moved(self) -> None:
+        self._layer.moved()
+
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(changed(x @ weightᵀ + bias)) [T, F]. See `GroupedLinear`."""
+        if not self._is_concerned:
+            return self._layer(x, ends, activation, bias)
+        plain = self._layer(x, ends).float()
+        experts = torch.searchsorted(ends, torch.arange(len(x), device=ends.device), right=True)
+        y = plain if bias is None else plain + bias[experts]
+        rows = self._tokens.rows
+        assert rows is not None
+        for row in self._tokens.present:
+            if row in self._changes:
+                own = self._own(row, x, plain, ends, experts)
+                own = own if bias is None else own + bias[experts]
+                y = torch.where((rows == row).unsqueeze(1), own, y)
+        return activated(y.to(x.dtype), activation, self._gate)
+
+    def _own(self, row: int, x: Tensor, product: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+        """What the adapter in a row makes of the product [T, F] of all tokens, in float32."""
+        if row not in self._stacked:
+            self._stacked[row] = StackedChange.of(self._changes[row], product.shape[1], x)
+        change = self._stacked[row]
+        y = product if change.gain is None else product * change.gain[experts]
+        if change.down is not None and change.up is not None:
+            y = y + change.up(change.down(x, ends), ends)
+        return y if change.bias is None else y + change.bias[experts]
+
+
+class Experts(GroupedLinear, Protocol):
+    """All experts in one call, and each by itself."""
+
+    @property
+    def experts(self) -> Sequence[LinearFormat]: ...
+
+
+class OneByOne:
+    """An `AdaptedExperts` of experts that each are a layer: where adapters change any, one expert after the other.
+
+    It waits for the device once, to know where each expert's tokens end. adapt: makes one expert's layer one that
+    adapters change, for the tokens that it is told of.
+    """
+
+    is_capturable = False
+
+    def __init__(
+        self, layer: Experts, tokens: TokenAdapters, adapt: Callable[[LinearFormat, TokenAdapters], AdaptedLinear]
+    ):
+        self._layer = layer
+        self._tokens = tokens
+        self._adapt = adapt
+        self._of_expert = TokenAdapters()  # of the one that is computed
+        self._adapted: dict[int, AdaptedLinear] = {}  # experts that any adapter has changed
+        self._rows: dict[int, set[int]] = {}  # of each row, the experts that its adapter changes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the layer, without adapters."""
+        return self._layer.nbytes
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self._layer.memory
+
+    def moved(self) -> None:
+        self._layer.moved()
+
+    def stage(self, change: ExpertsChange) -> ExpertsChange:
+        """See `AdaptedLinear`."""
+        staged = (None if own is None else self._of(e).stage(own) for e, own in enumerate(change.experts))
+        return ExpertsChange(tuple(staged))
+
+    def put(self, row: int, change: ExpertsChange | None) -> None:
+        """See `AdaptedLinear`. change: as `stage` gave it."""
+        for expert in self._rows.pop(row, ()):
+            self._adapted[expert].put(row, None)
+        if change is None:
+            return
+        own: dict[int, LinearChange] = {e: one for e, one in enumerate(change.experts) if one is not None}
+        for expert, one in own.items():
+            self._of(expert).put(row, one)
+        self._rows[row] = set(own)
+
+    def _of(self, expert: int) -> AdaptedLinear:
+        if expert not in self._adapted:
+            self._adapted[expert] = self._adapt(self._layer.experts[expert], self._of_expert)
+        return self._adapted[expert]
+
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(changed(x @ weightᵀ + bias)) [T, F]. See `GroupedLinear`."""
+        if self._tokens.rows is None or not any(row in self._rows for row in self._tokens.present):
+            return self._layer(x, ends, activation, bias)
+        parts = []
+        for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
+            if stop > start:
+                part, own = slice(start, stop), None if bias is None else bias[expert]
+                layer = self._adapted.get(expert, self._layer.experts[expert])
+                with self._of_expert.of(self._tokens.at(part)):
+                    parts.append(layer(x[part], own, activation))
+        return torch.cat(parts)
 
 
 class AdaptedTable(Rows[EmbeddingChange]):

@@ -43,7 +43,7 @@ def make_several(folder: Path, into: Path, *, is_transposed: bool = False) -> li
 def make(
     folder: Path,
     adapter: Path,
-    merged: Path,
+    merged: Path | None = None,
     *,
     rank: int = 4,
     seed: int = 0,
@@ -51,7 +51,7 @@ def make(
     takes: Callable[[str], bool] = lambda name: True,
     size: float = 0.1,
 ) -> bytes:
-    """Write an adapter of a model's linear layers, and the merged model; returns the adapter's key."""
+    """Write an adapter of a model's linear layers, and perhaps the merged model; returns the adapter's key."""
     noise = torch.Generator().manual_seed(seed)
     weights = load_file(folder / "model.safetensors")
     lora: dict[str, Tensor] = {}
@@ -63,6 +63,8 @@ def make(
         down, up = down * inputs**-0.5, up * size
         module = name.removesuffix(".weight")
         lora[f"base_model.model.{module}.lora_A.weight"], lora[f"base_model.model.{module}.lora_B.weight"] = down, up
+        if merged is None:
+            continue
         delta = ALPHA / rank * up @ down
         weights[name] = weight + (delta.t() if is_transposed and "lm_head" not in name else delta)
     assert lora
@@ -70,6 +72,8 @@ def make(
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": "all-linear", "bias": "none"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     save_file(lora, adapter / "adapter_model.safetensors")
+    if merged is None:
+        return content_key(adapter)
     shutil.copytree(folder, merged)
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, merged / "model.safetensors")
     return content_key(adapter)

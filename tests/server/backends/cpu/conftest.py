@@ -13,7 +13,7 @@ from tests.cpu_kernels import load_or_skip
 from tests.server.backends.cpu.runner import Runner, command_for
 
 # Modules of which every kind computes every test. AVX2 runs on this processor as others do elsewhere, which tries that.
-MODULES = {"test_attention", "test_codes", "test_kernels", "test_levels"}
+MODULES = {"test_adapters", "test_attention", "test_codes", "test_kernels", "test_levels"}
 KINDS = (I8MM, DOTPROD, NEON, AVX2)
 SHARE = 6  # one in so many of the tests with the first kind is in the suite, all others are in the rest
 
