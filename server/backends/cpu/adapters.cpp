@@ -67,7 +67,7 @@ template <class E>
 void fill(const Panels* panels, long inputs, const Part<E>* parts, long count, const Change* change, int threads) {
     Word* const up = const_cast<Word*>(change->up);
     for (const Part<E>* part = parts; part < parts + count; part++)
-        if (part->down) fill_down(*part, inputs, static_cast<E*>(const_cast<void*>(change->down)));
+        if (part->down) fill_down(*part, inputs, reinterpret_cast<E*>(const_cast<Word*>(change->down)));
     on_threads(threads, 2 * panels->num_panels(), 32, [&](Queue& queue) {
         for (long half, stop; queue.take(half, stop);)
             for (; half < stop; half++)

@@ -25,7 +25,7 @@ from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import LINE, PANEL_ROWS, Changes, PanelFormat, address_of
 from server.backends.protocol import LinearChange, LowRank, TokenAdapters
 
-GROUP = 4  # of adapters.h
+GROUP = 8  # of adapters.h
 LANES = PANEL_ROWS // 2  # outputs that have ranks of their own
 
 
