@@ -27,7 +27,7 @@ from launch.files import private_folder, shared_sockets
 from launch.flags import read_command_line, refuse_misspelt, render_settings
 from launch.logs import Log, open_standard_streams
 from launch.machine import Placement, bind, describe_environment, is_on_loopback, place, storage_warnings
-from launch.models import resolve_model, resolve_speculative_model
+from launch.models import resolve_adapters, resolve_model, resolve_speculative_model
 from launch.node_agent import Agent
 from launch.node_links import LinkProcess
 from launch.nodes import Nodes, await_address, environment_of, node_warnings
@@ -108,13 +108,14 @@ def launch(settings: Settings, environ: Mapping[str, str], placement: Placement,
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
         proposing = resolve_speculative_model(settings, environ, log)
+        adapters = resolve_adapters(settings, environ, log)
         address = await_address(nodes, settings.values["node_timeout"], log.info) if nodes.count > 1 else ""
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
         prefix = settings.values["shard_uds_path"]
         chosen = stack.enter_context(shared_sockets(prefix, layout.world_size)) if prefix else ()
         shard_commands = ShardCommands(folder, settings, device, layout, model, chosen, adopt_orphans(), proposing)
-        router_command = RouterCommand(settings, layout, model, holder)
+        router_command = RouterCommand(settings, layout, model, holder, adapters)
         stack.callback(router_command.close)
         url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{holder.getsockname()[1]}"
 
@@ -164,6 +165,7 @@ def join(settings: Settings, environ: Mapping[str, str], placement: Placement, l
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
         proposing = resolve_speculative_model(settings, environ, log)
+        resolve_adapters(settings, environ, log)  # at the paths at which node 0 has them
         address = await_address(nodes, settings.values["node_timeout"], log.info)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())

@@ -6,9 +6,12 @@ and the environment is the work of `settings.py`; this module only says what the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from router.config import ADAPTER_NAME_RULE, is_adapter_name
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "server" / "demo"
@@ -16,6 +19,35 @@ NULL_MODEL = "null"  # in place of a model: shards that answer at once with fixe
 AUTO = "auto"
 SHARD_COUNTS = (1, 2, 4, 8)  # what the head counts and widths of real models divide by
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """An adapter of the command line. given: a folder, or a repository of the Hub."""
+
+    name: str
+    given: str
+    revision: str | None = None
+
+
+def parse_adapters(texts: Sequence[str]) -> list[AdapterSource]:
+    """What `--lora-adapters` names, as TGI's does: `ID`, `NAME=ID` and `@REVISION` behind. Raises ValueError."""
+    found: dict[str, AdapterSource] = {}
+    for text in texts:
+        name, is_named, given = text.partition("=")
+        given = given if is_named else text
+        is_path, revision = given.startswith((".", "/", "~")), None
+        if not is_path and "@" in given:
+            given, _, revision = given.partition("@")
+        name = name if is_named else Path(given).name if is_path else given
+        if not given or revision == "" or ("=" in given and not is_path):
+            raise ValueError(f"{text!r} is neither ID nor NAME=ID, of which a repository may have @REVISION behind it")
+        if not is_adapter_name(name):
+            raise ValueError(f"{name[:80]!r} cannot be an adapter's name: {ADAPTER_NAME_RULE}")
+        if name in found:
+            raise ValueError(f"two adapters are called {name}: write NAME=ID with names of their own")
+        found[name] = AdapterSource(name, given, revision)
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -47,6 +79,18 @@ class LauncherConfig:
             "head of the served model.",
             "default": "none",
             "when": "There is one for your model, and its requests leave the device time. Answers stay what they are.",
+        },
+    )
+    lora_adapters: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "LoRA adapters that requests may name: ID or NAME=ID, each a folder in PEFT's format or a "
+            "repository of the Hub, with `@REVISION` behind it if need be; repeat the flag or separate by commas. A "
+            "path without NAME is called by its last part.",
+            "unit": "adapters",
+            "default": "none",
+            "check": parse_adapters,
+            "when": "One model serves several tasks, each with an adapter (docs/adapters.md).",
         },
     )
     sharded: bool | None = field(
@@ -218,6 +262,8 @@ GROUPS = {
     "disable_prefix_caching state_checkpoint_tokens "
     "prefix_cache_host_gb prefix_cache_disk_gb prefix_cache_dir enable_prefill_logprobs "
     "disable_grammar_support",
+    "Adapters": "lora_adapters adapter_dir allow_adapter_changes served_model_name adapter_memory adapter_host_memory "
+    "max_adapters",
     "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
     "graceful_termination_timeout continuation_key",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "

@@ -46,8 +46,8 @@ def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
     about = "Serve a language model over HTTP. Each option may also be given by the environment variable in brackets."
     usage = (
         "lockstep [options]\n       lockstep check -- [options]\n       lockstep watermark [options] FILE\n"
-        "       lockstep quantize [options] MODEL\n       lockstep batch --input FILE --output FILE [options]\n"
-        "       lockstep tls FOLDER"
+        "       lockstep quantize [options] MODEL\n       lockstep merge MODEL ADAPTER --output DIR\n"
+        "       lockstep batch --input FILE --output FILE [options]\n       lockstep tls FOLDER"
     )
     parser = Parser(prog="lockstep", usage=usage, description=about, epilog=EXIT_CODES, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and leave")

@@ -20,6 +20,7 @@ from host import topology
 from host.version import package_version, version
 from launch.config import AUTO, SHARD_COUNTS
 from launch.errors import Refusal
+from launch.logs import printable
 from launch.nodes import Layout, Nodes, check_nodes, plan_nodes
 from launch.settings import Settings, flag
 from server.config import THROUGH_HOST, folder_problems, idle_settings, offload_problems, room_problem
@@ -211,13 +212,21 @@ def _bind_problem(hostname: str, port: int, error: OSError) -> str:
 
 def storage_problems(settings: Settings, device: str) -> list[str]:
     """One sentence for each setting that this machine cannot meet. device: that computes."""
-    if settings.is_null_model:
-        return []
     values = settings.values
+    found = _adapter_dir_problems(values["adapter_dir"])
+    if settings.is_null_model:
+        return found
     return [
+        *found,
         *offload_problems(**{name: values[name] for name in OFFLOADING}, has_own_memory=device != "cpu"),
         *folder_problems(values["prefix_cache_dir"]),
     ]
+
+
+def _adapter_dir_problems(adapter_dir: str | None) -> list[str]:
+    if adapter_dir is None or Path(adapter_dir).expanduser().is_dir():
+        return []
+    return [f"--adapter-dir is {printable(adapter_dir)}, which is no folder: make it first, or check the path"]
 
 
 def storage_warnings(settings: Settings) -> list[str]:

@@ -12,11 +12,12 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from host.process import end_with_parent
-from launch.config import DEMO, TOKEN_VARIABLES
+from launch.config import DEMO, TOKEN_VARIABLES, parse_adapters
 from launch.errors import Refusal
 from launch.logs import Log
 from launch.processes import child_environment
 from launch.settings import Settings
+from router.config import own_names
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
 
@@ -55,6 +56,32 @@ def resolve_speculative_model(settings: Settings, environ: Mapping[str, str], lo
     return _one_folder(found)
 
 
+def resolve_adapters(settings: Settings, environ: Mapping[str, str], log: Log) -> list[tuple[str, Path]]:
+    """Name and folder of each adapter that the settings name, likewise. Raises Refusal with every problem."""
+    found, problems = [], []
+    for source in parse_adapters(settings.values["lora_adapters"]):
+        if source.name in own_names(settings.shown_model, settings.values["served_model_name"]):
+            problems.append(f"--lora-adapters: {source.name} is the model's own name: write NAME=ID with another one")
+            continue
+        try:
+            folder = hub.resolve_adapter(source.given, revision=source.revision, **_hub_of(settings, environ, log))
+            found.append((source.name, folder))
+        except HubError as error:
+            problems.append(f"--lora-adapters {source.name}: {error}")
+    if problems:
+        raise Refusal(problems, 1)
+    return found
+
+
+def resolve_adapter(name: str, settings: Settings, environ: Mapping[str, str], log: Log) -> Path:
+    """The folder of one adapter, behind whose name may stand `@` and a revision. Raises Refusal."""
+    adapter_id, revision = name_and_revision(name)
+    try:
+        return hub.resolve_adapter(adapter_id, revision=revision, **_hub_of(settings, environ, log))
+    except HubError as error:
+        raise Refusal([str(error)], 1) from None
+
+
 def name_and_revision(given: str) -> tuple[str, str | None]:
     """What a model is called, and what stands behind `@`, if anything does and it is no folder's name."""
     if Path(given).expanduser().is_dir():
@@ -79,42 +106,49 @@ def _one_folder(model: hub.ResolvedModel) -> Path:
 def _resolve(
     model_id: str, revision: str | None, settings: Settings, environ: Mapping[str, str], log: Log, **options: Any
 ) -> hub.ResolvedModel:
-    """With the hub as the settings and the environment have it. Raises Refusal."""
+    """Raises Refusal."""
     try:
-        return hub.resolve(
-            model_id,
-            revision=revision,
-            cache_dir=settings.values["huggingface_hub_cache"],
-            token=_token(environ),
-            offline=is_offline(environ),
-            report=log.info,
-            convert=convert_in_child(child_environment(environ, True)),
-            user_cache=Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
-            **options,
-        )
+        return hub.resolve(model_id, revision=revision, **_hub_of(settings, environ, log), **options)
     except HubError as error:
         raise Refusal([str(error)], 1) from None
+
+
+def _hub_of(settings: Settings, environ: Mapping[str, str], log: Log) -> dict[str, Any]:
+    """The hub as the settings and the environment have it."""
+    return {
+        "cache_dir": settings.values["huggingface_hub_cache"],
+        "token": _token(environ),
+        "offline": is_offline(environ),
+        "report": log.info,
+        "convert": convert_in_child(child_environment(environ, True)),
+        "user_cache": Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
+    }
 
 
 @dataclass(frozen=True)
 class Description:
     """What is known of a model before a start."""
 
-    folder: Path  # has config.json
+    folder: Path  # has what describes it
     cache: Path | None  # where a start downloads to; None: the model is a folder that was given
     names: set[str]  # of the repository's files; empty where the hub was not asked
 
 
 def find_description(
-    settings: Settings, environ: Mapping[str, str], spare: Path, model_id: str, revision: str | None
+    settings: Settings,
+    environ: Mapping[str, str],
+    spare: Path,
+    model_id: str,
+    revision: str | None,
+    content: hub.Content = hub.MODEL,
 ) -> Description:
-    """A model's config.json, fetched into the folder `spare` if it is neither here nor in the cache.
+    """A model's config.json, or what else describes `content`, fetched into `spare` if it is not here or in the cache.
 
     Nothing else is fetched, converted or kept; a hub that is silent for SILENT_SECONDS is given up, and so is one that
     is not done after ANSWER_SECONDS. Raises HubError.
     """
     values = settings.values
-    if local := hub.local_folder(model_id):
+    if local := hub.local_folder(model_id, content.what):
         return Description(local, None, set())
     repository = hub.Repository(
         model_id,
@@ -126,6 +160,7 @@ def find_description(
         report=lambda sentence: None,
         pauses=(),
         timeout=SILENT_SECONDS,
+        content=content,
     )
     folder, names = _in_time(lambda: repository.describe(spare))
     return Description(folder, repository.cache, names)
@@ -148,7 +183,7 @@ def _in_time(describe: Callable[[], T]) -> T:
         return answer.result(ANSWER_SECONDS)
     except TimeoutError:
         raise HubError(
-            f"the hub has not sent the model's description after {ANSWER_SECONDS:.0f} seconds: check the network, or "
+            f"the hub has not sent the description after {ANSWER_SECONDS:.0f} seconds: check the network, or "
             "HF_ENDPOINT"
         ) from None
 

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.logs import Log, printable
 from launch.machine import bind_beside, is_on_loopback
@@ -121,6 +122,7 @@ class RouterCommand:
     layout: Layout
     model: ModelFiles
     holder: socket.socket
+    adapters: Sequence[tuple[str, Path]] = ()  # name and folder of each that the settings name
 
     def __post_init__(self) -> None:
         self._listener: socket.socket | None = None  # of the router that is being started
@@ -151,6 +153,7 @@ class RouterCommand:
             is_warm=is_warm,
             num_stages=self.layout.num_stages,
             sources=dict(self.settings.sources),
+            adapters=tuple((name, str(folder)) for name, folder in self.adapters),
             **given,
         )
 

@@ -18,7 +18,7 @@ from typing import Any
 from launch.compatibility import tgi
 from launch.config import GROUPS, NULL_MODEL, REMOVED, LauncherConfig
 from launch.logs import printable
-from router.config import RouterConfig, relation_problems, speculative_problems
+from router.config import RouterConfig, adapter_problems, relation_problems, speculative_problems
 from server.config import ShardConfig, tier_problems
 
 # The settings with rules between them: what `relation_problems` asks for.
@@ -32,6 +32,7 @@ RELATED = (
 )
 # Likewise those that `tier_problems` asks for.
 TIERS = ("prefix_cache_host_gb", "prefix_cache_disk_gb", "prefix_cache_dir", "disable_prefix_caching")
+ADAPTERS = ("adapter_dir", "allow_adapter_changes")  # and `adapter_problems`
 SPECULATIVE = ("speculative_model", "speculative_method", "speculate")  # and `speculative_problems`
 LARGEST = 2**31 - 1  # of a setting without a bound of its own: what 32 bits hold on the wire and in tensors
 
@@ -87,6 +88,11 @@ class Settings:
     def is_null_model(self) -> bool:
         """Whether the shards answer with fixed tokens, without a model."""
         return bool(self.values["model_id"] == NULL_MODEL)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return any(self.values[name] for name in ("lora_adapters", "adapter_dir", "allow_adapter_changes"))
 
     @property
     def shown_model(self) -> str:
@@ -147,6 +153,7 @@ def read_settings(
         ]
     problems += relation_problems(**{name: values[name] for name in RELATED})
     problems += tier_problems(**{name: values[name] for name in TIERS})
+    problems += adapter_problems(**{name: values[name] for name in ADAPTERS})
     problems += speculative_problems(**{name: values[name] for name in SPECULATIVE})
     return Settings(values, sources, idle), problems
 

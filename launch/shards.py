@@ -72,6 +72,7 @@ class ShardCommands:
         return {
             "Lockstep": version(),
             "--nnodes": layout.num_nodes,
+            "adapters": settings.has_adapters,
             "--num-shard": layout.num_shard,
             "--pipeline-parallel": layout.num_stages,
             "model": settings.shown_model if settings.is_null_model else self.model_digest(),
@@ -109,6 +110,7 @@ class ShardCommands:
                 step_sockets=step_sockets,
                 stage_sockets=tuple(f"{folder}/stage-{stage}.sock" for stage in stages),
                 is_null=settings.is_null_model,
+                has_adapters=settings.has_adapters,
                 version=version(),
                 **settings.pick(ShardConfig)
                 | _limits(settings.pick(RouterConfig))

@@ -29,12 +29,14 @@ from fastapi import FastAPI
 
 from host.logs import BEAT, configure_logging
 from router.apis.app import accounts_of, chat_template_of, create_app, matchers_of
+from router.batching.adapter_mover import AdapterMover, AdapterRowMetrics
 from router.batching.batcher import Batcher
 from router.batching.prefix_mover import Mover, TierMetrics
 from router.config import RouterConfig
 from router.grammars.follower import Follower
 from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
+from router.scheduling.adapters import AdapterRows
 from router.shards.client import ShardError
 from router.shards.group import NextGroup, ShardGroup
 from router.shards.startup import Started, has_tiers, start, table
@@ -109,8 +111,12 @@ async def run(config: RouterConfig) -> int:
         metrics = Metrics(started.limits)
         if mover.contents is not None:
             metrics.add(TierMetrics(mover, started.limits.block_size), *TierMetrics.COUNTERS)
+        limits = started.limits
+        rows = AdapterRows(limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
+        adapters = AdapterMover(shards if limits.adapter_rows else None, rows)
+        metrics.add(AdapterRowMetrics(adapters), *AdapterRowMetrics.COUNTERS)
         follower = Follower(matchers_of(config, started.limits, tokenizer))  # it starts with the first grammar
-        batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower, mover=mover)
+        batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower, mover=mover, adapters=adapters)
         app = create_app(
             config,
             limits=started.limits,
@@ -123,7 +129,9 @@ async def run(config: RouterConfig) -> int:
             tracer=tracer,
             accounts=accounts,
             chat_template=chat_template,
+            prepare=adapters.prepare if limits.adapter_rows else None,
         )
+        await adapters.prepare_all(await app.state.services.adapters.listed())
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
         listener.set_inheritable(False)  # or what this process starts would keep the port when it is gone
@@ -140,6 +148,7 @@ async def run(config: RouterConfig) -> int:
         try:
             return await _serve(server, listeners, batcher, watching, stop, config, mover)
         finally:
+            await adapters.close()
             await mover.close()
             await follower.close()
     finally:

@@ -36,7 +36,7 @@ from router.scheduling.fairness import may_take, most_held
 MOST_KEYS = 1000  # each has metrics of its own
 MOST_WEIGHT = 1000.0
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
-FIELDS = ("name", "key", "sha256", "weight", *LIMITS)
+FIELDS = ("name", "key", "sha256", "weight", *LIMITS, "adapters", "admin")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 KEY = re.compile(r"[\x21-\x7e]{1,256}")  # what a header carries unchanged
 WORD = re.compile(r"[a-z]+(_[a-z]+)*")
@@ -62,6 +62,8 @@ class ApiKey:
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    adapters: frozenset[str] | None = None  # names that it may use, "" for the model without one; None: all
+    admin: bool = False  # whether it may load and unload adapters
 
 
 class MinuteBudget:
@@ -360,7 +362,9 @@ def _position(error: Exception) -> str:
 def _key(table: Mapping[str, Any]) -> ApiKey:
     digest = bytes.fromhex(table["sha256"]) if "sha256" in table else digest_of(table["key"].encode())
     limits = {name: table[name] for name in LIMITS if name in table}
-    return ApiKey(table["name"], digest, float(table.get("weight", 1.0)), **limits)
+    adapters = frozenset(table["adapters"]) if "adapters" in table else None
+    rights: dict[str, Any] = {"adapters": adapters, "admin": table.get("admin", False)}
+    return ApiKey(table["name"], digest, float(table.get("weight", 1.0)), **limits, **rights)
 
 
 def _problems(tables: list[Any]) -> Iterator[str]:
@@ -408,6 +412,15 @@ def _problems_of(table: Mapping[str, Any]) -> Iterator[str]:
     weight = table.get("weight", 1.0)
     if type(weight) not in (int, float) or not math.isfinite(weight) or not 0.001 <= weight <= MOST_WEIGHT:
         yield f"`weight` is {weight!r:.40}: give a number from 0.001 to {MOST_WEIGHT:g}"
+    yield from _right_problems(table)
+
+
+def _right_problems(table: Mapping[str, Any]) -> Iterator[str]:
+    names = table.get("adapters", [""])
+    if not (isinstance(names, list) and names and all(isinstance(name, str) for name in names)):
+        yield '`adapters` must be a list of names, "" for the model without one: leave it out for all'
+    if type(table.get("admin", False)) is not bool:
+        yield "`admin` must be true or false"
 
 
 def _matches(pattern: re.Pattern[str], value: object) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,9 +25,24 @@ FROM_TEXTS = ("ngram", "suffix")  # methods that look for what was said before
 OF_A_MODEL = ("draft", "medusa", "eagle3")  # those that need a model beside the one that is served
 SPECULATIVE_METHODS = ("auto", *FROM_TEXTS, *OF_A_MODEL, "mtp")
 DEFAULT_GUESSES = 4  # where a speculative model proposes as many
+# Of an adapter: what a path, a line of a log and a label of a metric show as it is. A repository's has a slash.
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+-]*(/[A-Za-z0-9_][A-Za-z0-9_.:+-]*)*")
+MOST_ADAPTER_NAME = 128  # characters
+ADAPTER_NAME_RULE = "give 1 to 128 letters, digits and `_.:+-`, with a letter, digit or `_` first and behind each `/`"
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_GUESSES = 16  # of one request in a step
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
+BASE_ALIAS = "tgi"  # what clients of TGI write where OpenAI's must name a model
+
+
+def own_names(model_id: str, served: Sequence[str]) -> tuple[str, ...]:
+    """What the model is called where other names are adapters'; the first is what it calls itself."""
+    return (*served, model_id, BASE_ALIAS)
+
+
+def is_adapter_name(text: str) -> bool:
+    """Whether an adapter may be called that. What is none is no name of a file that could lead anywhere, either."""
+    return len(text) <= MOST_ADAPTER_NAME and ADAPTER_NAME.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,9 @@ class RouterConfig:
     is_warm: bool = False  # whether that group has served a router before this one
     is_on_loopback: bool = False  # only this machine reaches the port, and the Host of every request is checked
     sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
+    adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each that the command line names
+    adapter_memory: float = 1.0  # the public settings of these names, which ShardConfig describes
+    adapter_host_memory: float = 4.0
 
     hostname: str = field(
         default="127.0.0.1",
@@ -489,6 +509,36 @@ class RouterConfig:
         },
     )
 
+    # Adapters.
+    adapter_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of folders, each an adapter in PEFT's format with safetensors, of the folder's name. They "
+            "are looked for when a request names them, so that some may come and change while the server runs.",
+            "default": "none",
+            "when": "There are many adapters, or they change. Whoever may write there decides what is served.",
+        },
+    )
+    served_model_name: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "What requests may call the model beside model_id and `tgi`, where other names are adapters'; "
+            "`/v1/models` shows the first. Repeat the flag or separate by commas.",
+            "unit": "names",
+            "default": "model_id",
+            "when": "model_id is a path, or clients have another name. Without adapters they may use any.",
+        },
+    )
+    allow_adapter_changes: bool = field(
+        default=False,
+        metadata={
+            "help": "Let every client load and unload adapters with `/v1/load_lora_adapter` and "
+            "`/v1/unload_lora_adapter`, from below adapter_dir alone. Without it keys with `admin` in api_keys_file "
+            "may.",
+            "when": "All clients are trusted with it.",
+        },
+    )
+
     # Logs, traces and the end of a server.
     otlp_endpoint: str | None = field(
         default=None,
@@ -566,6 +616,16 @@ class RouterConfig:
     )
 
     @property
+    def own_names(self) -> tuple[str, ...]:
+        """What requests may call the model itself; the first is what answers and lists call it."""
+        return own_names(self.model_id, self.served_model_name)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return bool(self.adapters or self.adapter_dir is not None or self.allow_adapter_changes)
+
+    @property
     def num_lanes(self) -> int:
         """Micro-batches that take turns; 1 where the model is not cut."""
         if self.num_stages == 1:
@@ -580,15 +640,16 @@ class RouterConfig:
             waiting_served_ratio=self.waiting_served_ratio,
             prefill_chunk=self.prefill_chunk,
             max_inter_token_ms=self.max_inter_token_ms,
-        ):
+        ) + adapter_problems(adapter_dir=self.adapter_dir, allow_adapter_changes=self.allow_adapter_changes):
             raise ValueError("; ".join(problems))
 
     @classmethod
     def load(cls, path: str | Path) -> RouterConfig:
         """Read what `to_json` made: the launcher's hand-over to the router process."""
         values = json.loads(Path(path).read_text())
-        for name in ("shard_sockets", "cors_allow_origin"):
+        for name in ("shard_sockets", "cors_allow_origin", "served_model_name"):
             values[name] = tuple(values[name])
+        values["adapters"] = tuple((name, folder) for name, folder in values["adapters"])
         return cls(**values)
 
     def to_json(self) -> str:
@@ -619,6 +680,16 @@ def speculative_problems(*, speculative_model: str | None, speculative_method: s
     if speculate == 0 and (is_given or speculative_method == "mtp"):
         what = "speculative_model" if is_given else "speculative_method mtp"
         return [f"speculate is 0, so nothing could use {what}: raise it, or leave one of them out"]
+    return []
+
+
+def adapter_problems(*, adapter_dir: str | None, allow_adapter_changes: bool) -> list[str]:
+    """What is wrong with these settings together, with its remedy."""
+    if allow_adapter_changes and adapter_dir is None:
+        return [
+            "allow_adapter_changes is set but there is no adapter_dir, below which all must lie that is loaded: give "
+            "the folder, or leave allow_adapter_changes out"
+        ]
     return []
 
 

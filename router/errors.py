@@ -6,7 +6,9 @@
     ├── UnsupportedMedia      415 validation             the body does not say that it is JSON
     ├── BodyTooLarge          413 validation
     ├── Unauthorized          401 unauthorized           no API key, or a wrong one
-    ├── NotFound              404 not_found              no such model
+    ├── Forbidden             403 forbidden              the API key may not do this
+    ├── NotFound              404 not_found
+    │   └── UnknownModel                                 no such model, or adapter
     ├── WrongHost             421 wrong_host             the Host is not this machine, and only this one is let in
     ├── RetryLater                                       with `Retry-After`
     │   ├── Overloaded        429 overloaded             `max_concurrent_requests`, `max_queue_tokens` or a key's limit
@@ -90,6 +92,13 @@ class TooLong(ValidationError):
         self.num_new = num_new
 
 
+class AdapterRefused(ValidationError):
+    """The adapter that the request names cannot be served."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"the adapter {name} cannot be served: {for_clients(problem)}")
+
+
 class MalformedBody(ValidationError):
     """The body is not JSON."""
 
@@ -121,10 +130,21 @@ class Unauthorized(RouterError):
 
 
 class NotFound(RouterError):
-    """What a path names is not here."""
+    """What a request names is not here."""
 
     status = 404
     error_type = "not_found"
+
+
+class UnknownModel(NotFound):
+    """The request names a model or an adapter that is not served, or not to its API key."""
+
+
+class Forbidden(RouterError):
+    """The API key may not do this."""
+
+    status = 403
+    error_type = "forbidden"
 
 
 class WrongHost(RouterError):

@@ -78,6 +78,7 @@ class ShardConfig:
     speculative_model: str | None = None  # local folder with config.json and *.safetensors
     speculative_method: str = "auto"
     speculate: int = 0  # tokens proposed for a sequence in a step, at most
+    has_adapters: bool = False  # whether requests may have adapters, so that layers are loaded to be changed by them
 
     dtype: str | None = field(
         default=None,
@@ -248,6 +249,39 @@ class ShardConfig:
             "choices": ALL_REDUCES,
             "when": "nccl to find out whether symmetric memory causes a fault; symmetric to see why it is not used; "
             "host to try several shards on one GPU.",
+        },
+    )
+    adapter_memory: float = field(
+        default=1.0,
+        metadata={
+            "help": "Memory of each shard's device for adapters, where requests may name some. One that a request "
+            "waits for takes the place of those used least recently.",
+            "unit": "GB",
+            "min": 0.001,
+            "max": 100_000.0,
+            "when": "More adapters are in use at once than it holds (the start-up table tells what one takes), or one "
+            "is larger. It is taken from the KV cache.",
+        },
+    )
+    adapter_host_memory: float = field(
+        default=4.0,
+        metadata={
+            "help": "Host memory behind it, of each shard on a GPU: an adapter that is there is not read from the disk "
+            "again. On a CPU adapter_memory alone counts.",
+            "unit": "GB",
+            "min": 0.0,
+            "max": 100_000.0,
+            "when": "Raise it for many adapters on a slow disk; 0 to keep nothing.",
+        },
+    )
+    max_adapters: int = field(
+        default=64,
+        metadata={
+            "help": "Adapters that can be on a device at once, whatever they take.",
+            "unit": "adapters",
+            "min": 1,
+            "max": 1024,
+            "when": "Raise it if adapter_memory has room for more, and requests at once name more.",
         },
     )
     prefix_cache_host_gb: float = field(

@@ -18,6 +18,8 @@ import torch
 from host import topology
 from host.cpu_kinds import EXACT
 from server import backends
+from server.adapters.adapters import Adapters
+from server.adapters.sites import Sites
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.arch.stages import Stage, carried_width, stages_of
@@ -86,6 +88,8 @@ class Loaded:
     times: Times | None = None  # what streaming has cost, where weights stream
     neighbours: Neighbours = field(default_factory=NoNeighbours)  # of a pipeline stage
     proposer: Proposer | None = None  # a speculative model
+    adapters: Adapters | None = None
+    no_adapters: str = ""  # why there are none although they were asked for
 
 
 @dataclass
@@ -136,6 +140,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         moved_bytes=loaded.moved_bytes,
         neighbours=loaded.neighbours,
         proposer=loaded.proposer,
+        adapters=loaded.adapters,
     )
     engine.times = loaded.times
     info = pb.InfoReply(
@@ -159,6 +164,9 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         takes_drafts=model.takes_drafts,
         most_proposals=loaded.proposer.most if loaded.proposer is not None else 0,
         proposes=loaded.proposer.description if loaded.proposer is not None else "",
+        adapter_rows=loaded.adapters.num_rows if loaded.adapters is not None else 0,
+        adapter_bytes=loaded.adapters.budget if loaded.adapters is not None else 0,
+        no_adapters=loaded.no_adapters,
         offloaded=loaded.offloaded,
         has_tiers=model.shares_prefixes and config.has_tiers,
         kv_cache_dtype=engine.kv_shape.format.name if engine.kv_shape.format != AS_COMPUTED else _name(loaded.dtype),
@@ -228,11 +236,13 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         quantised.quantise,
         quantised.quantise_head,
     )
+    sites = _sites(config, weights, spec.num_layers, backend, stage)
     report = LayerCount(part.num_layers + (spec.encoder.num_layers if spec.encoder and stage.is_first else 0))
     model = model_loading.load(
-        *(weights, spec, backend, cache, placement, kv_placement),
+        *(replace(weights, adapting=sites), spec, backend, cache, placement, kv_placement),
         report if shard.rank == 0 else lambda: None,  # the ranks of a stage load alike
         stage,
+        None if sites is None else sites.tokens,
     )
     model, proposer = drafting.beside(config, Served(model, weights, backend, dtype, cache))
     streams = isinstance(placement, Streaming) and bool(placement.stored)
@@ -251,7 +261,16 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
         proposer,
+        None if sites is None else Adapters(sites.num_rows, int(config.adapter_memory * 1e9), sites.read),
     )
+
+
+def _sites(config: ShardConfig, weights: Weights, num_layers: int, backend: Backend, stage: Stage) -> Sites | None:
+    """What notes the layers that adapters can change; None: none are served."""
+    if not config.has_adapters:
+        return None
+    others = model_loading.of_other_stages(weights, stage, num_layers)
+    return Sites(backend, config.max_adapters, weights.dtype, others)
 
 
 def _connect(config: ShardConfig, device: Device) -> Shard:
@@ -317,7 +336,11 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any], choose: Choos
     is_batched = model.shares_prefixes
     computes = f"transformers' own model, batched; {backend.description}" if is_batched else "transformers' own model"
     return Loaded(
-        *(model, shard, backend, dtype, reason, computes, "transformers runs the model", quantised.description)
+        *(model, shard, backend, dtype, reason, computes, "transformers runs the model", quantised.description),
+        no_adapters="adapters are for model families of Lockstep's own, and transformers runs this model: merge each "
+        "into its model with `lockstep merge`, and serve that"
+        if config.has_adapters
+        else "",
     )
 
 

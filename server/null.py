@@ -4,8 +4,11 @@ Steps are answered at once, or, one after the other, as long after they could be
 `null_token_us` say: a server of known speed. Where prompt tokens take time, the router's prefix cache is on.
 
 What a client sees of `--model-id null` is HTTP, validation, batching, the wire, text and delivery, and nothing of a
-model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, add, extend, chunks, decode, in this
-order) and believes what it is sent; the tests' double that checks the protocol is `tests/router/fake_shards.py`.
+model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, adapters, add, extend, chunks, decode,
+in this order) and believes what it is sent; the tests' double that checks the protocol is
+`tests/router/fake_shards.py`.
+
+An adapter has the sentence's words come in another order, which its key says. Its files are not read.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import NoReturn
 
 import grpc
 
+from server.adapters.identity import content
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
@@ -46,14 +50,15 @@ class _Sequence:
     computed: int
     reported_from: int  # position of the first token whose log-probability is reported
     given: int  # tokens so far
+    adapter: bytes  # its key; empty: it has none
 
     @classmethod
-    def of(cls, new: pb.NewSequence) -> _Sequence:
+    def of(cls, new: pb.NewSequence, adapter: bytes) -> _Sequence:
         """A sequence that nothing has been computed of here."""
         known = len(new.token_ids)
         raw = new.sampling.raw_logprobs
         reported_from = 1 if new.prompt_logprobs else known - new.forced if raw else sys.maxsize
-        return cls(new.id, new.top_n_tokens, raw, known, new.computed, reported_from, new.generated)
+        return cls(new.id, new.top_n_tokens, raw, known, new.computed, reported_from, new.generated, adapter)
 
     @property
     def is_complete(self) -> bool:
@@ -82,11 +87,17 @@ class _Sequence:
 
     def next_token(self, mask: pb.TokenMask | None, end_ids: Sequence[int]) -> int:
         """The next word of the sentence. Where a grammar forbids that, the end; and where that too, its first token."""
-        token_id = SENTENCE[self.given % len(SENTENCE)]
+        token_id = word(self.given, self.adapter)
         self.given += 1
         if mask is None or _allows(mask, token_id):
             return token_id
         return next(id for id in itertools.chain(end_ids, range(MOST_TOKENS)) if _allows(mask, id))
+
+
+def word(place: int, adapter: bytes = b"") -> int:
+    """The token that every answer has at this place, with the adapter that has this key."""
+    shift = adapter[place % len(adapter)] if adapter else 0
+    return SENTENCE[(place + shift) % len(SENTENCE)]
 
 
 def _allows(mask: pb.TokenMask, token_id: int) -> bool:
@@ -103,6 +114,7 @@ class NullEngine:
 
     def __init__(self, end_ids: Sequence[int] = ()) -> None:
         self._sequences: dict[int, _Sequence] = {}
+        self._adapters: dict[int, bytes] = {}  # by their rows
         self._end_ids = end_ids
 
     def step(self, request: pb.StepRequest) -> pb.StepReply:
@@ -110,8 +122,10 @@ class NullEngine:
         started = time.perf_counter_ns()
         for id in [*self._sequences] if request.reset else request.retire:
             self._sequences.pop(id, None)
+        for place in request.adapters:
+            self._adapters[place.row] = place.key
         for new in request.add:
-            self._sequences[new.id] = _Sequence.of(new)
+            self._sequences[new.id] = _Sequence.of(new, self._adapters[new.adapter] if new.adapter else b"")
         for extension in request.extend:
             self._sequences[extension.id].extend(len(extension.token_ids) - 1)
         reply = pb.StepReply(step=request.step)
@@ -199,6 +213,7 @@ class NullService(pb_grpc.ShardServicer):
         end_ids = model.get("eos_token_id")
         self._engine = NullEngine(end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids])
         self._num_blocks = 0
+        self._adapter_sizes = ((config.max_adapters if config.has_adapters else 0), int(config.adapter_memory * 1e9))
         self._has_costly_prompts = config.null_token_us > 0
         self._pace = Pace(config.null_step_ms / 1000, config.null_token_us / 1e6)
         self._num_steps = 0
@@ -224,7 +239,21 @@ class NullService(pb_grpc.ShardServicer):
             num_blocks=self._num_blocks,
             takes_drafts=True,
             shares_prefixes=self._has_costly_prompts,  # else there is nothing that finding one could save
+            adapter_rows=self._adapter_sizes[0],
+            adapter_bytes=self._adapter_sizes[1],
         )
+
+    async def PrepareAdapter(
+        self, request: pb.PrepareAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PrepareAdapterReply:
+        """How large an adapter's files are."""
+        if not request.folder:
+            return pb.PrepareAdapterReply()
+        try:
+            sizes = [path.stat().st_size for path in content(Path(request.folder))]
+        except OSError as error:
+            return pb.PrepareAdapterReply(problem=f"its files cannot be read: {error.strerror}")
+        return pb.PrepareAdapterReply(device_bytes=sum(sizes))
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:
         """A KV cache of the wanted size, which takes no memory."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from server.adapters.config import AdapterError
 from server.backends.device import StepProfiler, lost_device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.offload.cost import Times
@@ -65,6 +66,7 @@ class ShardService(pb_grpc.ShardServicer):
         activate = engine.device.activate
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=activate)
         self._finish = ThreadPoolExecutor(1, thread_name_prefix="finish", initializer=activate)
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
         self._received = 0
         self._warmed: tuple[pb.WarmupRequest, pb.WarmupReply] | None = None
@@ -219,6 +221,26 @@ class ShardService(pb_grpc.ShardServicer):
         if moved.trouble:
             log.warning("%s", moved.trouble)
         return pb.MoveBlocksReply(**asdict(moved))
+
+    async def PrepareAdapter(
+        self, request: pb.PrepareAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.PrepareAdapterReply:
+        """Read an adapter's files, or forget them, beside the steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._reading, self._prepare_adapter, request)
+
+    def _prepare_adapter(self, request: pb.PrepareAdapterRequest) -> pb.PrepareAdapterReply:
+        if (adapters := self._engine.adapters) is None:
+            return pb.PrepareAdapterReply(problem="this server was started without adapters")
+        if not request.folder:
+            adapters.forget(request.key)
+            return pb.PrepareAdapterReply()
+        try:
+            return pb.PrepareAdapterReply(device_bytes=adapters.prepare(request.key, Path(request.folder)))
+        except AdapterError as error:
+            return pb.PrepareAdapterReply(problem=str(error))
+        except Exception as error:  # this rank must outlive whatever a file makes a library raise
+            log.exception("an adapter could not be read")
+            return pb.PrepareAdapterReply(problem=f"it cannot be read ({_sentence(error)}): fetch it again")
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:
         """Start a profile of the compute thread, or end it and say where its time went."""

@@ -22,8 +22,10 @@ PATHS = (ROOT, ROOT / "deploy" / "ray")
 ROOMS = (
     "host",
     *("server.blocks", "server.pb", "server.arch", "server.quantisation", "server.ranks", "server.backends"),
-    *("server.checkpoint", "server.offload", "server.prefix", "server.config", "server.link", "server.stepping"),
-    *("server.layers", "server.model", "server.drafting", "server.fallback", "server.quantize", "server"),
+    *("server.checkpoint", "server.adapters", "server.offload", "server.prefix", "server.config", "server.link"),
+    "server.stepping",
+    *("server.layers", "server.model", "server.drafting", "server.fallback", "server.quantize", "server.merge"),
+    "server",
     *("router.errors", "router.config", "router.text", "router.sandbox", "router.drafting", "router.scheduling"),
     *("router.grammars", "router.shards", "router.accounts", "router.telemetry", "router.batching", "router.requests"),
     *("router.http", "router.chat", "router.apis", "router.jobs", "router"),
@@ -32,10 +34,10 @@ ROOMS = (
 )
 # Beside itself and `host`, what of the houses before it a house may know; the others may know all.
 KNOWN = {
-    "router": {"server.pb"},
+    "router": {"server.pb", "server.adapters.identity"},
     "launch": {
         *("router.accounts", "router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
-        *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe"),
+        *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe", "server.merge.job"),
         *("server.arch", "server.quantisation.sizes", "router.scheduling.limits", "benchmark.cost"),  # to plan a launch
         *("server.checkpoint.formats", "server.fallback"),  # to refuse what they do not serve
     },

@@ -1,17 +1,13 @@
-"""The commands beside a launch: `lockstep check`, `watermark`, `quantize`, `batch` and `tls`."""
+"""The commands beside a launch: `lockstep check`, `watermark`, `quantize`, `merge`, `batch` and `tls`."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 
 from host.output import Output
-from host.process import end_with_parent
 from launch.logs import Log
-from launch.models import resolve_model
-from launch.processes import child_environment
+from launch.models import resolve_adapter, resolve_model
 
 
 def detect_watermark(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -27,16 +23,23 @@ def detect_watermark(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def quantize_model(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """The command `lockstep quantize`. Returns the exit code; raises Refusal."""
-    from launch.commands import quantize  # a launch needs no tokenizer
+    from launch.commands import jobs, quantize  # a launch needs no tokenizer
 
     command = quantize.read_command(argv, environ)
     model = resolve_model(command.settings, environ, Log(Output(2), False))
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(command.job(model.path, model.weights_path, model.tokenizer_path).to_json())
-        file.flush()
-        arguments = [sys.executable, "-P", "-m", "server.quantize", file.name]
-        job = subprocess.Popen(arguments, env=child_environment(environ, True), preexec_fn=end_with_parent())
-        return quantize.wait_for(job)
+    return jobs.run(
+        "server.quantize", command.job(model.path, model.weights_path, model.tokenizer_path).to_json(), environ
+    )
+
+
+def merge_adapter(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The command `lockstep merge`. Returns the exit code; raises Refusal."""
+    from launch.commands import jobs, merge
+
+    command, log = merge.read_command(argv, environ), Log(Output(2), False)
+    model = resolve_model(command.settings, environ, log)
+    adapter = resolve_adapter(command.adapter, command.settings, environ, log)
+    return jobs.run("server.merge", command.job(model, adapter).to_json(), environ)
 
 
 def answer_batch(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -67,6 +70,7 @@ COMMANDS = {
     "check": check_launch,
     "watermark": detect_watermark,
     "quantize": quantize_model,
+    "merge": merge_adapter,
     "batch": answer_batch,
     "tls": make_certificates,
 }

@@ -17,11 +17,13 @@ from host.folders import nearest_folder
 from launch.commands.estimate import Estimate, estimate
 from launch.commands.findings import Findings
 from launch.compatibility.docker import Container
+from launch.config import parse_adapters
 from launch.machine import Placement
 from launch.models import Description, find_description, is_offline, name_and_revision
 from launch.settings import Settings
 from server.checkpoint.files import (
     HubError,
+    adapter_files,
     check_safetensors,
     checked_file,
     choose_weights,
@@ -31,7 +33,7 @@ from server.checkpoint.files import (
     refuse_placeholder,
     weight_files,
 )
-from server.checkpoint.hub import TOKENIZER_SOURCES
+from server.checkpoint.hub import ADAPTER, TOKENIZER_SOURCES
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class ModelCheck:
         """Look at the model's files, and what it takes; None where that is not known."""
         findings = self.findings
         self._check_speculative_model()
+        self._check_adapters()
         with tempfile.TemporaryDirectory() as spare:
             try:
                 values = self.settings.values
@@ -87,6 +90,23 @@ class ModelCheck:
                 return
         findings.add("speculative model", name, str(config.get("model_type", "")))
         findings.unchecked.append("the memory of the speculative model, and whether it goes with the model")
+
+    def _check_adapters(self) -> None:
+        """Whether there is what requests may name; whether it goes with the model, shards find out."""
+        findings, sources = self.findings, parse_adapters(self.settings.values["lora_adapters"])
+        for source in sources:
+            with tempfile.TemporaryDirectory() as spare:
+                try:
+                    where = (Path(spare), source.given, source.revision, ADAPTER)
+                    found = find_description(self.settings, self.variables, *where)
+                    read_json(found.folder / ADAPTER.description, "the adapter's description")
+                    if found.cache is None:
+                        for path in adapter_files(found.folder):
+                            check_safetensors(path) if path.suffix == ".safetensors" else None
+                except HubError as error:
+                    findings.problems.append(f"--lora-adapters {source.name}: {error}")
+        if sources:
+            findings.unchecked.append("whether the adapters go with the model, and what they take")
 
     def _check_tokenizer(self, model: Description) -> None:
         findings, folder = self.findings, model.folder

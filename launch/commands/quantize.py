@@ -8,15 +8,13 @@ own quantises (`server/quantize/`), because that needs torch.
 from __future__ import annotations
 
 import argparse
-import re
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from launch.commands.jobs import companions
 from launch.errors import Refusal
 from launch.flags import Parser, add_option, unknown_arguments, with_negative_values
 from launch.settings import Settings, public_settings, read_settings
@@ -36,10 +34,6 @@ from server.quantize.recipe import (
 SETTINGS = ("revision", "huggingface_hub_cache")
 DEFAULT_GROUP = 128
 CHARACTERS_PER_TOKEN = 32  # at most, to read no more of a text than is needed
-# Files of a model's folder that are copied beside its weights.
-COMPANIONS = re.compile(
-    r"(tokenizer|special_tokens|added_tokens|generation_config|chat_template|vocab|merges|spiece|sentencepiece|LICENSE)"
-)
 # Options that are no settings of a launch.
 OWN = (
     "model", "output", "text", "held_out", "method", "bits", "group_size", "symmetric", "plain_order", "smooth",
@@ -65,14 +59,12 @@ class Command:
     def job(self, model_path: Path, weights_path: Path, tokenizer_path: Path) -> Job:
         """The job of the process that quantises. Raises Refusal for a text that is too short."""
         calibration, held_out = self._samples(model_path, tokenizer_path)
-        # A tokenizer in a folder of its own was converted, and replaces the model's.
-        files = {p.name: str(p) for folder in (model_path, tokenizer_path) for p in sorted(folder.iterdir())}
         return Job(
             self.recipe,
             str(model_path),
             str(weights_path),
             str(self.output.resolve()),
-            tuple(path for name, path in files.items() if COMPANIONS.match(name) and Path(path).is_file()),
+            companions(model_path, tokenizer_path),
             calibration,
             held_out,
             self.device,
@@ -161,22 +153,6 @@ def _problems(own: Mapping[str, Any], output: Path) -> list[str]:
     if not LEAST_TOKENS <= own["sample_tokens"] <= MOST_TOKENS:
         problems.append(f"--sample-tokens is {own['sample_tokens']}: give {LEAST_TOKENS} to {MOST_TOKENS}")
     return problems
-
-
-def wait_for(job: subprocess.Popen[bytes]) -> int:
-    """The exit code of the process that quantises. Signals are passed on to it, so that it cleans up."""
-    received: list[int] = []
-
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        job.send_signal(signum)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, pass_on)
-    code = job.wait()
-    if code and received:  # also of a process that was stopped before it handled signals
-        return 128 + received[0]
-    return code if code >= 0 else 128 - code
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,15 +32,18 @@ OPTIONS: Mapping[str, str] = {
     "--no-enable-prefix-caching --disable-radix-cache": "--disable-prefix-caching",
     "--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --enable-metrics --metrics --jinja "
     "--cont-batching -cb --flash-attn -fa --enable-reasoning --enable-expert-parallel": "always on: leave it out",
-    "--served-model-name --alias -a": "any `model` is accepted: leave it out",
+    "--alias -a": "--served-model-name",
     "--tokenizer --tokenizer-path --tokenizer-mode --load-format": "it is the model's: leave it out",
     "--attention-backend --block-size --page-size --swap-space --distributed-executor-backend --schedule-policy "
-    "--draft-min --draft-p-min --speculative-num-steps --speculative-eagle-topk": ("the server chooses: leave it out"),
+    "--draft-min --draft-p-min --speculative-num-steps --speculative-eagle-topk "
+    "--enable-lora --max-lora-rank --lora-target-modules --lora-backend": ("the server chooses: leave it out"),
     "--disable-log-requests": "--log-level warn",
     "--seed --random-seed --temp --n-predict -n --generation-config": "each request says it: leave it out",
     "--uvicorn-log-level": "--log-level",
     "--allowed-origins": "--cors-allow-origin",
-    "--enable-lora --lora-modules --lora-paths --lora": "adapters are not served: merge them",
+    "--lora-modules --lora-paths --lora": "--lora-adapters, of NAME=FOLDER",
+    "--max-loras --max-loras-per-batch": "--max-adapters",
+    "--max-cpu-loras --max-loaded-loras": "--adapter-host-memory, in GB",
     "--speculative-config -sc": "--speculative-model, --speculate and --speculative-method, for its three values",
     "--speculative-num-draft-tokens --draft-max --draft --draft-n": "--speculate",
     "--speculative-draft-model-path --model-draft -md --hf-repo-draft -hfd": "--speculative-model",

@@ -97,6 +97,9 @@ SETTINGS: Mapping[str, TgiSetting] = {
         TgiSetting("dtype", default="float16"),
         TgiSetting("kv_cache_dtype", values={"fp8_e4m3fn": "fp8_e4m3"}),
         TgiSetting("cuda_graphs", default="1,2,4,8,16,32"),
+        TgiSetting(
+            "lora_adapters", reason="a name that is none of them is an error; TGI answers it without an adapter"
+        ),
         # Without a meaning here.
         _idle("trust_remote_code", "code from a model repository is never run", when=_unless_false, is_switch=True),
         _idle("prometheus_port", "/metrics is on --port"),
@@ -104,7 +107,6 @@ SETTINGS: Mapping[str, TgiSetting] = {
         _idle("ngrok_authtoken", "there is no tunnel; give it to the ngrok program"),
         _idle("ngrok_edge", "there is no tunnel; give it to the ngrok program"),
         _refused("ngrok", "there is no tunnel; run `ngrok http PORT` beside it", when=_unless_false, is_switch=True),
-        _refused("lora_adapters", "adapters are not served; merge each into its model with peft, and serve that"),
         # Variables without a flag.
         _idle("HOSTNAME", "it is the machine's name in shells and containers; set LOCKSTEP_HOSTNAME", when=_if_address),
         _idle("LOG_LEVEL", "other programs read it; set LOCKSTEP_LOG_LEVEL to debug, info, warn or error"),

@@ -33,11 +33,12 @@ from router.apis.middleware import (
     HostMiddleware,
     RequestIdMiddleware,
 )
+from router.apis.models import add_adapter_routes, add_model_routes
 from router.apis.openai.responses.routes import add_responses_routes
 from router.apis.openai.routes import add_openai_routes
 from router.apis.platforms import add_platform_routes
 from router.apis.serving import DEADLINE_HEADER, Services
-from router.apis.status import add_model_routes, add_status_routes
+from router.apis.status import add_status_routes
 from router.apis.tgi.bodies import COUNT_HEADERS
 from router.apis.tgi.routes import add_tgi_routes
 from router.apis.tgi.tokens import add_token_routes
@@ -49,11 +50,13 @@ from router.grammars.compiler import Compiler
 from router.http.bodies import Bodies
 from router.http.guard import ClientGone
 from router.http.responses import StaticFile
+from router.requests.adapters import Adapters, Prepare
 from router.requests.generation import Generator
 from router.requests.validation import Validator
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
 from router.sandbox.workers import Workers
+from router.scheduling.adapters import Adapter
 from router.scheduling.grammar import Matching
 from router.scheduling.limits import Limits
 from router.shards.client import KvCache, ModelInfo, Shards, SharedHealth
@@ -64,6 +67,8 @@ from router.text.tokenizer import ModelTokenizer
 
 STATIC = Path(__file__).parent / "documentation"
 NUM_ASIDE = 2  # processes for what clients can make expensive
+GB = 10**9
+TIMES_AS_LARGE = 2  # an adapter's files at most, beside what all shards hold of it: float32 becomes 16 bits
 
 
 def create_app(
@@ -79,10 +84,12 @@ def create_app(
     tracer: Tracer,
     accounts: Accounts | None = None,
     chat_template: ChatTemplate | None = None,
+    prepare: Prepare | None = None,
 ) -> FastAPI:
     """The application. Its caller runs the batcher.
 
-    accounts and chat_template: None stands for those of `config`, which may raise ValueError.
+    prepare: has the shards read an adapter that is to be loaded; None: the first request for it finds out. accounts
+    and chat_template: None stands for those of `config`, which may raise ValueError.
     """
     compiler = compiler_of(config, limits, tokenizer, batcher.matching)
     workers = Workers(config.validation_workers)
@@ -90,7 +97,9 @@ def create_app(
     permits = Permits(limits.max_concurrent_requests, batcher.seconds_until_free)
     accounts = accounts if accounts is not None else accounts_of(config)
     metrics.add(AccountMetrics(accounts), *AccountMetrics.COUNTERS)
-    generator = Generator(validator, batcher, metrics, tracer, permits)
+    adapters = adapters_of(config, model.world_size)
+    metrics.adapters.expect(adapters.names())
+    generator = Generator(validator, batcher, metrics, tracer, permits, adapters)
     services = Services(
         config=config,
         limits=limits,
@@ -108,6 +117,8 @@ def create_app(
         bodies=Bodies(config.max_unfinished_bytes, config.payload_limit),
         shared_health=SharedHealth(shards),
         generator=generator,
+        adapters=adapters,
+        prepare=prepare if prepare is not None else _unprepared,
     )
 
     app = _bare_app(partial(_lifespan, services=services, compiler=compiler, tracer=tracer))
@@ -121,9 +132,10 @@ def create_app(
 @asynccontextmanager
 async def _lifespan(app: FastAPI, services: Services, compiler: Compiler, tracer: Tracer) -> AsyncIterator[None]:
     """What runs beside the requests, from before the first to after the last."""
-    warming = asyncio.create_task(_warm_up(services))
+    warming = asyncio.ensure_future(_warm_up(services))
     yield
     warming.cancel()
+    await asyncio.wait([warming])
     await asyncio.gather(services.aside.close(), compiler.close())
     services.workers.close()
     tracer.close()
@@ -135,6 +147,7 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     generate = add_tgi_routes(app, services)
     add_token_routes(app, services)
     add_model_routes(app, services)
+    add_adapter_routes(app, services)
     add_platform_routes(app, services, generate, *add_openai_routes(app, services))
     add_responses_routes(app, services)
     add_anthropic_routes(app, services)
@@ -155,9 +168,19 @@ def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) 
     )
 
 
+async def _unprepared(_: Adapter) -> None:
+    """What requests may name is found out when one does."""
+
+
 def accounts_of(config: RouterConfig) -> Accounts:
     """All API keys. Raises ValueError for a file that cannot be used."""
     return Accounts(config.api_key, Path(config.api_keys_file) if config.api_keys_file is not None else None)
+
+
+def adapters_of(config: RouterConfig, num_shards: int) -> Adapters:
+    """The adapters that requests may name."""
+    most = int(TIMES_AS_LARGE * config.adapter_memory * GB * num_shards)
+    return Adapters(config.own_names, config.adapters, config.adapter_dir, is_on=config.has_adapters, most_bytes=most)
 
 
 def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer, matching: Matching | None) -> Compiler:

@@ -32,7 +32,7 @@ SECURITY_SCHEMES: dict[str, Json] = {
     OF_ANTHROPIC: {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 # Of requests with a body. 408 and 431 are the HTTP layer's: they come in TGI's shape on every route.
-ERROR_STATUSES = (400, 413, 415, 422, 424, 429, 500, 503, 504)
+ERROR_STATUSES = (400, 404, 413, 415, 422, 424, 429, 500, 503, 504)
 DEADLINE = {
     "name": DEADLINE_HEADER,
     "in": "header",
@@ -60,15 +60,20 @@ def add_post(
     events: Any = None,
     last_data: str = "",
     errors: Any = ErrorResponse,
+    text: bool = False,
+    statuses: Sequence[int] = ERROR_STATUSES,
 ) -> None:
     """Serve a route that takes JSON.
 
     bodies: one of these. answer: the JSON that answers; events: what a stream's events are, if there may be one;
-    last_data: what its last event may say in place of JSON; errors: TGI's alone may be a 422.
+    last_data: what its last event may say in place of JSON; errors: TGI's alone may be a 422; text: whether a sentence
+    answers.
     """
     every = [_inlined(body, "validation") for body in ([bodies] if isinstance(bodies, type) else bodies)]
     content = {"application/json": {"schema": every[0] if len(every) == 1 else {"anyOf": every}}}
     good: Json = {}
+    if text:
+        good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         good["model"] = answer
     if events is not None:
@@ -78,8 +83,8 @@ def add_post(
             data = {"anyOf": [{"const": last_data}, data]}
         event = {"type": "object", "required": ["data"], "properties": {"data": data}}
         good["content"] = {"text/event-stream": {"itemSchema": event}}
-    statuses = [status for status in ERROR_STATUSES if status != 422 or errors is ErrorResponse]
-    responses: dict[int | str, Json] = {200: good, **{status: _in_json(errors) for status in statuses}}
+    refused = [status for status in statuses if status != 422 or errors is ErrorResponse]
+    responses: dict[int | str, Json] = {200: good, **{status: _in_json(errors) for status in refused}}
     extra = {"requestBody": {"required": True, "content": content}, "parameters": [DEADLINE]}
     added = app.post(path, summary=summary, response_class=Response, responses=responses, openapi_extra=extra)
     added(handler)

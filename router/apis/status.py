@@ -1,30 +1,24 @@
-"""What the server says of itself: its health, the model and its limits, metrics, and `/v1/models`.
+"""What the server says of itself: its health, the model and its limits, its version and metrics.
 
-The latter is for OpenAI's clients and for Anthropic's, which send `anthropic-version`: to each in its shape. What the
-model's publisher says about generating is reported and not applied: as in TGI, a request that names no sampling
-parameter gets the most likely tokens, whatever the model.
+What the model's publisher says about generating is reported and not applied: as in TGI, a request that names no
+sampling parameter gets the most likely tokens, whatever the model.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from host.version import version
-from router.apis.anthropic.answers import MessageError, MessageModel, MessageModels
-from router.apis.errors import ANTHROPIC, error_response
-from router.apis.openai import answers
-from router.apis.openai.answers import ErrorAnswer, ServedModel, ServedModels
 from router.apis.playground.routes import add_playground_routes
 from router.apis.serving import Services
-from router.errors import ErrorResponse, NotFound, Unhealthy, for_clients
+from router.errors import ErrorResponse, Unhealthy, for_clients
 from router.shards.client import ShardError
 from router.text.tokenizer import read_json
 
@@ -40,8 +34,6 @@ DEFAULTS = (
     "max_new_tokens",
     "max_length",
 )
-VERSION = "anthropic-version"
-Json = dict[str, Any]
 
 
 def add_status_routes(app: FastAPI, services: Services) -> None:
@@ -55,6 +47,9 @@ def add_status_routes(app: FastAPI, services: Services) -> None:
     async def metrics() -> Response:
         return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def server_version() -> dict[str, str]:
+        return {"version": version()}
+
     defaults = generation_defaults(Path(services.config.model_path))
     add_playground_routes(app, services, health)
     app.head("/", include_in_schema=False)(health)  # a probe, whatever it accepts
@@ -64,6 +59,7 @@ def add_status_routes(app: FastAPI, services: Services) -> None:
     of_info: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": InfoBody}}}
     app.get("/info", summary="The model and the limits", **of_info)(info)
     app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)(metrics)
+    app.get("/version", summary="The server's version")(server_version)
 
 
 async def check_health(services: Services) -> None:
@@ -105,6 +101,7 @@ class InfoBody(TypedDict):
     max_batch_size: int | None
     kv_admission: str
     speculate: int
+    adapters: Annotated[int, Field(description="That are known; those of a folder are once they were asked for.")]
     max_client_batch_size: int
     validation_workers: int
     num_shard: int
@@ -148,6 +145,7 @@ def info_body(services: Services, defaults: dict[str, Any]) -> InfoBody:
         "max_batch_size": limits.max_batch_size,
         "kv_admission": limits.kv_admission,
         "speculate": limits.speculate,
+        "adapters": len(services.adapters),
         "max_client_batch_size": config.max_client_batch_size,
         "validation_workers": config.validation_workers,
         "num_shard": model.world_size,
@@ -169,52 +167,3 @@ def generation_defaults(model_folder: Path) -> dict[str, Any]:
     """What generation_config.json sets of the parameters that a request can set too."""
     given = read_json(model_folder / "generation_config.json")
     return {name: given[name] for name in DEFAULTS if given.get(name) is not None}
-
-
-def add_model_routes(app: FastAPI, services: Services) -> None:
-    """Serve what clients ask before they choose a model. There is one, and any name of it is taken elsewhere."""
-    name, created = services.config.model_id, answers.now()
-    of_openai: ServedModel = {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "lockstep",
-        "root": name,
-        "max_model_len": services.limits.max_total_tokens,
-    }
-    of_anthropic: MessageModel = {
-        "type": "model",
-        "id": name,
-        "display_name": name,
-        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
-        "lifecycle": "active",
-        "max_input_tokens": services.limits.max_input_length,
-        "max_tokens": services.limits.max_total_tokens - 1,
-    }
-    listed: ServedModels = {"object": "list", "data": [of_openai]}
-    page: MessageModels = {"data": [of_anthropic], "has_more": False, "first_id": name, "last_id": name}
-
-    async def models(request: Request) -> Response:
-        return _in_shape(request, listed, page)
-
-    async def one_model(request: Request, name: str) -> Response:
-        if name != services.config.model_id:
-            error = NotFound(f"the model {name[:200]} is not served here: this server has {services.config.model_id}")
-            return error_response(error, ANTHROPIC if VERSION in request.headers else request.url.path)
-        return _in_shape(request, of_openai, of_anthropic)
-
-    async def server_version() -> dict[str, str]:
-        return {"version": version()}
-
-    app.get("/version", summary="The server's version")(server_version)
-    found: Json = {"response_class": Response, "responses": {200: {"model": ServedModels | MessageModels}}}
-    app.get("/v1/models", summary="The model that is served", **found)(models)
-    found["responses"] = {200: {"model": ServedModel | MessageModel}, 404: {"model": ErrorAnswer | MessageError}}
-    app.get("/v1/models/{name:path}", summary="The same by its name", **found)(one_model)
-
-
-def _in_shape(
-    request: Request, of_openai: ServedModel | ServedModels, of_anthropic: MessageModel | MessageModels
-) -> Response:
-    body = of_anthropic if VERSION in request.headers else of_openai
-    return Response(orjson.dumps(body), media_type="application/json", headers={"vary": VERSION})

@@ -19,6 +19,9 @@ A sequence with a grammar is held from each token until it is known what may com
 process. Steps go on without it meanwhile, two under way as ever. Tokens that its grammar forces come with the next one
 that it gets.
 
+A request whose adapter is not on the device waits for it while steps go on. One that cannot be served ends those that
+wait for it.
+
 Left out: which requests run when (`router/scheduling/scheduler.py`), how text grows (`router/text/generated.py`), HTTP,
 the wire (`router/shards/client.py`), and how grammars are followed (`router/grammars/follower.py`).
 """
@@ -35,10 +38,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from router.batching.adapter_mover import AdapterMover
 from router.batching.batch_view import BatchView
 from router.batching.prefix_mover import Mover
 from router.drafting.proposals import Proposal
-from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
+from router.errors import AdapterRefused, GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
+from router.scheduling.adapters import Adapter
 from router.scheduling.drain_rate import DrainRate
 from router.scheduling.grammar import Continuation, Matching
 from router.scheduling.limits import Limits
@@ -79,6 +84,7 @@ class Batcher:
         *,
         matching: Matching | None = None,
         mover: Mover | None = None,
+        adapters: AdapterMover | None = None,
         clock: Callable[[], float] = time.perf_counter,
         trace: Callable[[StepTrace], None] | None = None,
     ) -> None:
@@ -94,7 +100,9 @@ class Batcher:
         self._trace = trace
         self._mover = mover or Mover()  # which has been opened
         self._mover.wake = self.wake
-        self._scheduler: Scheduler[Entry] = Scheduler(limits, self._mover.index)
+        self._adapters = adapters or AdapterMover()
+        self._adapters.wake, self._adapters.refuse = self.wake, self._refuse
+        self._scheduler: Scheduler[Entry] = Scheduler(limits, self._mover.index, self._adapters.rows)
         self._delivery = Delivery(self._scheduler, tokenizer, metrics)
         self._grammar_waits = GrammarWaits(matching, self._scheduler.allow, self.end, self.wake)
         metrics.watch(self._scheduler, self._grammar_waits.waiting)
@@ -225,9 +233,11 @@ class Batcher:
         since = self._clock()
         logger.warning("lost the model shards: %s", error)
         self._replies.forget()
+        self._adapters.lost()
         num_running = self._requeue_all(error)
         cache = await self._shards.renew(error)
         tiers = await self._mover.open()
+        self._adapters.renewed()
         self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks, tiers, cache.num_states)
         seconds = self._clock() - since
         self._metrics.recovered(seconds, self._scheduler.limits)
@@ -237,8 +247,10 @@ class Batcher:
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
         self._shards.check()
+        self._adapters.check()
         plan = self._plan() if len(self._under_way) < self._most_under_way else None
         self._mover.pump()
+        self._adapters.pump()
         if plan is not None:
             self._shards.send(planned_request(plan, self.limits.block_size, self._mover.session))
             self._under_way.append(_SentStep(plan, self._clock()))
@@ -260,8 +272,9 @@ class Batcher:
 
     @property
     def _awaits_others(self) -> bool:
-        """Whether requests wait for a grammar or a disk, and no step."""
-        return bool(self._grammar_waits.waiting) or self._scheduler.awaits_disk
+        """Whether requests wait for a grammar, a disk or an adapter, and no step."""
+        scheduler = self._scheduler
+        return bool(self._grammar_waits.waiting) or scheduler.awaits_disk or scheduler.adapters.is_awaited
 
     # ------------------------------------------------------------------------------------------------ plan
 
@@ -428,6 +441,13 @@ class Batcher:
                 again.append(entry)
         self._scheduler.add_again(again)
         return len(again)
+
+    def _refuse(self, adapter: Adapter, problem: str) -> None:
+        """End the requests that wait for an adapter which cannot be served."""
+        for entry in self._scheduler.waiting:
+            its = entry.adapter
+            if its is not None and (its.key, its.folder) == (adapter.key, adapter.folder):
+                self.end(entry, AdapterRefused(its.name, problem))
 
     def _fail_all(self, error: RouterError) -> None:
         for entry in list(self._live.values()):

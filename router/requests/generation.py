@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 from router.accounts import Account, Permits
 from router.batching.batcher import Batcher
 from router.errors import DeadlinePassed, RouterError
+from router.requests.adapters import Adapters, Allowed
 from router.requests.continuing import Journal, Known
 from router.requests.schemas import PromptRequest, Rendering
 from router.requests.validation import Tokens, Validator, check_streamable
+from router.scheduling.adapters import Adapter
 from router.scheduling.request import (
     Entry,
     Event,
@@ -52,6 +54,11 @@ class Caller:
         """Among whose requests it waits for what is prepared before the queue: without a key, those of its peer."""
         return self.account.owner if self.account is not None else self.peer
 
+    @property
+    def adapters(self) -> Allowed:
+        """Names of the adapters that its key may use; None: all."""
+        return None if self.account is None else self.account.key.adapters
+
 
 class Generator:
     """Opens requests: the only way to the batching loop."""
@@ -63,9 +70,11 @@ class Generator:
         metrics: Metrics,
         tracer: Tracer,
         permits: Permits,
+        adapters: Adapters,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._adapters = adapters
         self._validator = validator
         self._batcher = batcher
         self._metrics = metrics
@@ -102,10 +111,11 @@ class Generator:
                         check_streamable(one.given)
                 opened.take_permits(1)
                 began = asyncio.get_running_loop().time()
-                valid = await self._in_time(self._validate(asked, caller.owner), caller.timeout_s)
+                valid = await self._in_time(self._validate(asked, caller), caller.timeout_s)
                 if caller.timeout_s is not None:
                     late = DeadlinePassed(caller.timeout_s)
                     opened.end_at(began + caller.timeout_s, lambda entry: self._batcher.end(entry, late))
+                log |= names_of_adapters(valid)
                 if known is not None:
                     valid = known.checked(valid, self._batcher.limits.vocab_size)
                 opened.take_permits(len(valid) - 1)
@@ -119,16 +129,29 @@ class Generator:
             undo.pop_all()  # from here on the request's owner closes it
         return opened
 
-    async def _validate(self, asked: Sequence[PromptRequest], owner: str) -> list[ValidRequest]:
-        return [valid for one in asked for valid in await self._validator.validate(one, owner)]
+    async def _validate(self, asked: Sequence[PromptRequest], caller: Caller) -> list[ValidRequest]:
+        # Each name is looked up once, so that all prompts under it have the same adapter.
+        named = {(one.model, one.given.adapter_id): None for one in asked}
+        chosen = {names: await self._adapters.chosen(*names, caller.adapters) for names in named}
+        found: list[ValidRequest] = []
+        for one in asked:
+            adapter = chosen[one.model, one.given.adapter_id]
+            for valid in await self._validator.validate(one, caller.owner):
+                found.append(valid if adapter is None else replace(valid, adapter=adapter))
+        return found
 
     async def tokenise(self, asked: PromptRequest, shape: Callable[[str, Tokens], Shaped], caller: Caller) -> Shaped:
         """What `shape` makes of a prompt's text and its tokens; a long one takes a thread as any request does.
 
         Raises RouterError.
         """
+
+        async def work() -> Shaped:
+            await self._adapters.chosen(asked.model, asked.given.adapter_id, caller.adapters)
+            return await self._validator.tokenise(asked, shape, caller.owner)
+
         with self._permits.hold(caller.account):
-            return await self._in_time(self._validator.tokenise(asked, shape, caller.owner), caller.timeout_s)
+            return await self._in_time(work(), caller.timeout_s)
 
     async def detokenise(self, token_ids: Sequence[int], skip_special_tokens: bool, caller: Caller) -> str:
         """The text of token ids. Raises RouterError."""
@@ -136,10 +159,20 @@ class Generator:
             work = self._validator.detokenise(token_ids, skip_special_tokens, caller.owner)
             return await self._in_time(work, caller.timeout_s)
 
-    async def count(self, prompt: Rendering, caller: Caller) -> int:
-        """How many tokens a chat's prompt has. Raises RouterError."""
+    async def count(self, prompt: Rendering, model: str | None, caller: Caller) -> int:
+        """How many tokens a chat's prompt has, whatever the adapter that it names. Raises RouterError."""
+
+        async def work() -> int:
+            await self._adapters.chosen(model, None, caller.adapters)
+            return await self._validator.count(prompt, caller.owner)
+
         with self._permits.hold(caller.account):
-            return await self._in_time(self._validator.count(prompt, caller.owner), caller.timeout_s)
+            return await self._in_time(work(), caller.timeout_s)
+
+    async def find_adapter(self, name: str, caller: Caller) -> Adapter:
+        """The adapter of this name. Raises RouterError."""
+        with self._permits.hold(caller.account):
+            return await self._in_time(self._adapters.find(name, caller.adapters), caller.timeout_s)
 
     async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
         """What comes of `work`. Raises DeadlinePassed."""
@@ -211,6 +244,11 @@ class OpenRequest:
     def input_length(self) -> int:
         """Tokens of the prompt."""
         return self.entries[0].request.input_length
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Of its prompts, each once."""
+        return adapters_of([entry.request for entry in self.entries])
 
     @property
     def seed(self) -> int | None:
@@ -318,6 +356,7 @@ class OpenRequest:
             prompt = sum(entry.request.input_length for entry in self.entries)
             cached = sum(entry.num_cached for entry in self.entries)
             self._account.settle(self._num_charged, prompt, self.num_generated, cached)
+        self._metrics.adapters.count(self.entries)
         for entry in self.entries:
             entry.cancelled = not entry.is_over
         if self._finished is not None:
@@ -421,6 +460,18 @@ def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
     for entry in entries:
         found.setdefault(id(entry.request.prompt_ids), entry)
     return list(found.values())
+
+
+def adapters_of(valid: Iterable[ValidRequest]) -> list[Adapter]:
+    """The adapters of some requests, each once."""
+    return list(dict.fromkeys(one.adapter for one in valid if one.adapter is not None))
+
+
+def names_of_adapters(valid: Iterable[ValidRequest]) -> dict[str, str]:
+    """What a line of the log says of them: names, and which contents these stand for."""
+    if not (found := adapters_of(valid)):
+        return {}
+    return {"adapter": ", ".join(one.name for one in found), "adapter_key": ", ".join(one.key.hex() for one in found)}
 
 
 def _visible_seed(entry: Entry) -> int | None:

@@ -152,7 +152,7 @@ class GenerateParameters(Strict):
     seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
     grammar: GrammarParameters | None = Field(default=None, description="Constraint on the text.")
-    adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
+    adapter_id: str | None = Field(default=None, description="Name of an adapter. Absent: the model without one.")
     prompt_embeds: Unserved = None
     input_embeds: Unserved = None
 
@@ -171,7 +171,7 @@ class PromptRequest:
     """
 
     prompt: str | Sequence[int] | Rendering
-    given: GenerateParameters
+    given: GenerateParameters  # with TGI's name of an adapter, if there is one
     has_special_tokens: bool = False
     shows_stop: bool = True  # whether a stop sequence is part of the answer's text
     shown_marks: frozenset[int] = frozenset()  # special tokens that are part of the answer's text: marks to read it by
@@ -184,6 +184,7 @@ class PromptRequest:
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
     prediction: str = ""  # what much of the answer may be
     generates: bool = True  # else the prompt is computed and nothing follows it; `max_new_tokens` is 1 then
+    model: str | None = None  # the model or the adapter that it names, as most APIs call it
 
 
 def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Body:

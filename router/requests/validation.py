@@ -226,8 +226,6 @@ def check(asked: PromptRequest, limits: Limits) -> Checked:
     top_n_tokens = _top_n_tokens(given, limits)
     if not asked.prompt:
         raise ValidationError("`inputs` cannot be empty")
-    if given.adapter_id is not None:
-        raise ValidationError("no adapters are loaded: leave `adapter_id` out")
     if (given.decoder_input_details or asked.prompt_logprobs) and not limits.prefill_logprobs:
         raise ValidationError(
             "`decoder_input_details` is switched off on this server: leave it out, or start the server with "

@@ -66,6 +66,9 @@ class Limits:
     proposals: int = 0  # of those, tokens that a speculative model proposes at most; 0: there is none
     token_seconds: float = 0.0  # what each token of a prompt adds to a step; 0: not known
     kv_admission: str = "demand"  # whether KV blocks are given as sequences grow, or all at once
+    adapter_rows: int = 0  # adapters that can be on the device at once; 0: none can be served
+    adapter_bytes: int = 0  # memory for them on each shard's device
+    adapter_host_bytes: int | None = 0  # for others in its host's memory; None: that is the device's
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from router.scheduling.adapters import Placed
 from router.scheduling.fairness import divide
 from router.scheduling.prefix_moves import Restored, Saved
 from router.scheduling.request import Scheduled
@@ -92,6 +93,7 @@ class StepPlan(NamedTuple, Generic[S]):
     awaiting: Sequence[S] = ()  # Those that sit this step out, to go on with guesses once their latest token has come.
     proposals: int = 0  # Tokens that a speculative model proposes for the next step …
     proposed: Sequence[int] = ()  # … behind what each of these sequences gets in this one.
+    adapters: Sequence[Placed] = ()  # Rows that have another adapter from here on, once the first have left.
 
     @property
     def num_decoding(self) -> int:

@@ -3,7 +3,8 @@
 Plain data shared by validation, the batching loop and the HTTP layer, so that none of them imports another for a type.
 `PrefixKeys` names the beginnings of a sequence: each full block by one digest over all tokens up to its end. Two
 sequences share a block exactly when they share its digest, so a digest must never collide by accident or design: it is
-BLAKE2b, not Python's `hash`.
+BLAKE2b, not Python's `hash`. An adapter's key goes into all of them: what it computes serves no other, on the device or
+behind it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from router.drafting.speculation import Drafting
 from router.errors import RouterError
+from router.scheduling.adapters import Adapter
 from router.scheduling.fairness import MIN_ADVANCE
 from router.scheduling.grammar import CompiledGrammar, Continuation, Match
 from router.scheduling.prefix_moves import KEY_BYTES, DiskWait
@@ -64,6 +66,7 @@ class ValidRequest:
     prediction: Sequence[int] = ()  # what much of the answer may be: guesses come from it too
     speculate: int | None = None  # tokens that may be guessed for a step; None: as many as the server allows
     cache_salt: str = ""  # prefixes are shared among requests of the same one alone
+    adapter: Adapter | None = None  # what changes the model for it; None: the model as it is
 
     @property
     def wanted_tokens(self) -> int:
@@ -252,6 +255,7 @@ class Scheduled:
 
     # Of its sequence on the shards, which `begin_sequence` starts over:
     lane: int = 0  # The micro-batch that it was admitted to.
+    row: int = 0  # Where its adapter is; 0: it has none.
     blocks: list[int] = field(default_factory=list)
     granted: int = 0  # Generated tokens that these have room for.
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
@@ -283,7 +287,13 @@ class Scheduled:
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:
         """The names of its full blocks, of its prompt and of what it has got."""
-        return PrefixKeys([*self.request.token_ids, *self.generated_ids], block_size, self.request.cache_salt)
+        adapter, token_ids = self.request.adapter, [*self.request.token_ids, *self.generated_ids]
+        return PrefixKeys(token_ids, block_size, self.request.cache_salt, b"" if adapter is None else adapter.key)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What changes the model for it."""
+        return self.request.adapter
 
     @property
     def num_prompt_left(self) -> int:
@@ -416,12 +426,13 @@ class Entry(Scheduled):
 class PrefixKeys:
     """The keys of a sequence that grows. Tokens beyond the last full block wait for those that complete it."""
 
-    def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
-        """salt: blocks are shared with sequences of the same one alone."""
+    def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "", adapter: bytes = b"") -> None:
+        """salt, adapter (its key): blocks are shared with sequences of the same ones alone."""
         self.keys: list[bytes] = []
         self._block_size = block_size
         salted = salt.encode(errors="surrogatepass")  # hashed apart: no salt may be what a digest and a block look like
-        self._last = blake2b(salted, digest_size=KEY_BYTES, person=b"salt" if salted else b"").digest()
+        person = b"salt" if salted else b""
+        self._last = blake2b(salted, digest_size=KEY_BYTES, key=adapter, person=person).digest()
         self._tail: list[int] = []
         self.extend(token_ids)
 

@@ -8,8 +8,9 @@ sequence with a grammar is held until it is known what it may get; tokens that c
 
 Blocks are reserved for all that a request may get, or on demand: then it joins as soon as what it is expected to need
 fits (`forecast.py`), and gets blocks as it grows, in the step that first writes to them. Where none is free, a sequence
-leaves in that very step, and waits to be rebuilt like those above. Left out: the rules of admission themselves
-(`queue.py`), and those between keys (`fairness.py`).
+leaves in that very step, and waits to be rebuilt like those above. A request whose adapter is in no row of the shards
+is passed over until it is. Left out: the rules of admission themselves (`queue.py`), those between keys
+(`fairness.py`), and which adapters are in rows (`adapters.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Generic
 from router.config import FROM_TEXTS
 from router.drafting.proposals import Asked, Proposal
 from router.drafting.speculation import Candidate, Drafting, Speculation, Verified
+from router.scheduling.adapters import AdapterRows
 from router.scheduling.checkpoints import Checkpoints, States, Windows
 from router.scheduling.chunks import ChunkSize, chunk_size
 from router.scheduling.fairness import MIN_ADVANCE, Ledger, fair_order, preempted_for, sent_away
@@ -53,8 +55,10 @@ ASKED_AGAIN = 8  # steps after which it is looked again whether a model's propos
 class Scheduler(Generic[S]):
     """Waiting and running requests under the limits."""
 
-    def __init__(self, limits: Limits, tiers: TierIndex | None = None) -> None:
+    def __init__(self, limits: Limits, tiers: TierIndex | None = None, adapters: AdapterRows | None = None) -> None:
         self.limits = limits
+        sizes = (limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
+        self.adapters = AdapterRows(*sizes) if adapters is None else adapters
         self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
         self.waiting: deque[S] = deque()
         self._has_priorities = False  # whether any request has had one
@@ -136,6 +140,7 @@ class Scheduler(Generic[S]):
         if self.forecast is not None:
             self.forecast.expect(entry)
         self.ledger.queued(entry)
+        self.adapters.queued(entry)
 
     def allow(self, entry: S, found: Continuation) -> None:
         """Its grammar allows this behind the tokens that have come back. It may go on."""
@@ -163,7 +168,9 @@ class Scheduler(Generic[S]):
 
     def _planned_again(self, lane: Lane[S]) -> StepPlan[S] | None:
         """The step before once more, which is most steps: it only decoded, and no request waits or leaves."""
-        if self.waiting or self._cache.has_passed or (before := lane.repeatable()) is None:
+        if self.waiting or self._cache.has_passed or self.adapters.has_changes:
+            return None
+        if (before := lane.repeatable()) is None:
             return None
         lane.num_repeats -= 1
         for entry in before.decoding:
@@ -181,6 +188,8 @@ class Scheduler(Generic[S]):
         preempted = self._make_room() if self.ledger.is_contested else {}
         grown, away = ({}, {}) if self.forecast is None else self._grow(lane)
         preempted |= away
+        if self.adapters.num_rows:
+            self._arrange_adapters()
         decoding, chunks, join_reason, fresh = self._chosen(lane, may_admit=not away)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         drafts, awaiting = self._guess(decoding, grown, prefill_tokens)
@@ -223,6 +232,7 @@ class Scheduler(Generic[S]):
             awaiting=awaiting,
             proposals=proposals,
             proposed=proposed,
+            adapters=self.adapters.take_changes(number),
         )
         lane.planned(plan)
         if self.speculation is not None and self.speculation.most_proposals:
@@ -391,6 +401,7 @@ class Scheduler(Generic[S]):
     def computed(self, plan: StepPlan[S]) -> None:
         """The step's reply is there, so the blocks that it filled may be shared."""
         self._lanes.answered(plan)
+        self.adapters.computed(plan.number)
         if plan.filled or plan.saves or plan.restores:
             self._cache.computed(plan.filled, plan.saves, plan.restores)
         if plan.copies:
@@ -408,6 +419,7 @@ class Scheduler(Generic[S]):
     def failed(self, plan: StepPlan[S]) -> list[S]:
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
         self._lanes.answered(plan)
+        self.adapters.failed(plan.number, plan.adapters)
         self._cache.failed(plan.filled, plan.saves, plan.restores)
         self._cache.lose(plan.concerned, plan.copies)
         lost = [entry for id, entry in plan.concerned.items() if entry.id == id]
@@ -431,6 +443,7 @@ class Scheduler(Generic[S]):
         self._cache = self._new_cache()
         self._num_plans = 0
         self._lanes.restart()
+        self.adapters.restart()
         return lost
 
     def resize(
@@ -543,6 +556,7 @@ class Scheduler(Generic[S]):
             take_from(self.waiting, gone)
             for entry in gone:
                 self.ledger.unqueued(entry)
+                self.adapters.unqueued(entry)
         return gone
 
     def _retire(self, running: Collection[S]) -> list[S]:
@@ -718,14 +732,26 @@ class Scheduler(Generic[S]):
         return next(fair_order(self._unsuspected(), self.ledger), None)
 
     def _unsuspected(self) -> Iterator[S]:
-        """The waiting requests before the first that runs alone, but for those held and those that await the disk."""
-        before = itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
+        """The waiting requests before the first that runs alone, but for those that wait for more than room."""
+        before = itertools.takewhile(lambda entry: not entry.is_suspect, self._with_adapters())
         block_size = self.limits.block_size
         return (e for e in before if not (e.is_held or self._cache.awaits_disk(e, block_size)))
 
+    def _with_adapters(self) -> Iterable[S]:
+        """The waiting requests but for those that await an adapter."""
+        if not self.adapters.is_awaited:
+            return self.waiting
+        lacking = self.adapters.lacking
+        return (e for e in self.waiting if (adapter := e.request.adapter) is None or adapter.key not in lacking)
+
+    def _arrange_adapters(self) -> None:
+        """Have those come to rows that waiting requests need, in the order in which these are admitted."""
+        contested = self.ledger.is_contested and self.adapters.is_awaited
+        self.adapters.arrange(fair_order(self.waiting, self.ledger) if contested else self.waiting)
+
     def _admit_suspect(self, lane: Lane[S]) -> list[tuple[S, int]]:
         """Admit the head of the queue alone if it may be what kills the shards: it, with its first prompt chunk."""
-        head = self.waiting[0] if self.waiting else None
+        head = next(iter(self._with_adapters()), None)
         if self._suspect is not None or head is None or not head.is_suspect or head.is_held:
             return []
         fresh = self._admit(lane, [head], self.limits.max_batch_prefill_tokens, None)
@@ -820,7 +846,7 @@ class Scheduler(Generic[S]):
             if entry.num_lost:
                 self.forecast.came_back(entry)
         self.running[entry.id] = entry
-        entry.lane = lane.number
+        entry.lane, entry.row = lane.number, self.adapters.admitted(entry)
         lane.size += 1
         self.ledger.admitted(entry)
 
@@ -833,6 +859,7 @@ class Scheduler(Generic[S]):
             self._suspect = None
         self.reserved_tokens -= entry.request.input_length + entry.granted
         self.ledger.released(entry)
+        self.adapters.released(entry)
         if self.forecast is not None:
             self.forecast.released(entry)
         self._cache.pool.free(entry.blocks)

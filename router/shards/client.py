@@ -28,6 +28,7 @@ from server.pb.generate_pb2 import (
     InfoRequest,
     MoveBlocksRequest,
     OpenTiersRequest,
+    PrepareAdapterRequest,
     ProfileRequest,
     StreamedRequest,
     WarmupRequest,
@@ -40,6 +41,7 @@ from server.pb.generate_pb2_grpc import ShardStub
 # The largest message is a step that adds many long prompts: 1 M token ids are about 4 MB. gRPC's own bound is 4 MiB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 HEALTH_DEADLINE_S = 2.0
+PREPARE_DEADLINE_S = 120.0  # of a disk for an adapter, a GB at most
 TIERS_DEADLINE_S = 60.0  # of a disk for a few MB, behind a step that may be a long one
 # How gRPC reports that the process at the other end is gone, or is going; INTERNAL is a shard's own word elsewhere.
 CONNECTION_ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -98,6 +100,17 @@ class ModelInfo:
     takes_drafts: bool = False  # whether sequences may go on with guesses
     most_proposals: int = 0  # tokens that a speculative model proposes for a sequence at most; 0: there is none
     proposes: str = ""  # what it is, in words
+    adapter_rows: int = 0  # adapters that can be on the device at once; 0: none can be served
+    adapter_bytes: int = 0  # memory for them on the device
+    no_adapters: str = ""  # why none can be served although they were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What became of an adapter whose files the shards were to read."""
+
+    num_bytes: int  # that it takes on the device, where it takes most
+    problem: str = ""  # why it cannot be served, in a sentence; empty: it can
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +253,9 @@ class ShardedClient:
             most_proposals=max(reply.most_proposals for reply in replies),
             proposes=next((reply.proposes for reply in replies if reply.proposes), ""),
             has_tiers=first.has_tiers,
+            adapter_rows=min(reply.adapter_rows for reply in replies),
+            adapter_bytes=min(reply.adapter_bytes for reply in replies),
+            no_adapters=next((reply.no_adapters for reply in replies if reply.no_adapters), ""),
         )
 
     async def warmup(self, **wanted: Any) -> KvCache:
@@ -285,6 +301,15 @@ class ShardedClient:
             stamps=move.stamps,
         )
         return moved_of(await self._all("MoveBlocks", request, TIERS_DEADLINE_S), len(move.keys))
+
+    async def prepare_adapter(self, key: bytes, folder: str) -> Prepared:
+        """Have every rank read an adapter, or without a folder forget it. Raises ShardError where one is lost.
+
+        A rank that takes longer than PREPARE_DEADLINE_S, or that fails otherwise, refuses the adapter.
+        """
+        request = PrepareAdapterRequest(key=key, folder=folder)
+        calls = (rank.call("PrepareAdapter", request, PREPARE_DEADLINE_S) for rank in self._ranks)
+        return prepared_of(await asyncio.gather(*calls, return_exceptions=True))
 
     async def health(self) -> ShardHealth:
         """Of the slowest rank. Raises ShardError when one does not answer within HEALTH_DEADLINE_S."""
@@ -351,6 +376,22 @@ class ShardedClient:
 
     async def _all(self, method: str, request: Any, timeout: float | None = None) -> list[Any]:
         return list(await asyncio.gather(*(rank.call(method, request, timeout) for rank in self._ranks)))
+
+
+def prepared_of(answers: Sequence[Any]) -> Prepared:
+    """One for each rank, in their order: `PrepareAdapterReply`, or what a call raised. Raises ShardError."""
+    most, problem = 0, ""
+    for answer in answers:
+        if isinstance(answer, ShardError | ValueError):
+            if isinstance(answer, ShardError) and not answer.is_known:
+                raise answer
+            problem = problem or str(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            problem = problem or answer.problem
+            most = max(most, answer.device_bytes)
+    return Prepared(most, problem)
 
 
 def _checkpoint_blocks(replies: Sequence[Any]) -> int:

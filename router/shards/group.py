@@ -27,6 +27,7 @@ from router.shards.client import (
     KvCache,
     ModelInfo,
     OperatorTime,
+    Prepared,
     ShardedClient,
     ShardError,
     ShardHealth,
@@ -107,6 +108,10 @@ class ShardGroup:
     async def move_blocks(self, session: int, move: Move) -> Moved:
         """Move blocks between host and disk on every rank. Raises ShardError."""
         return await self._client.move_blocks(session, move)
+
+    async def prepare_adapter(self, key: bytes, folder: str) -> Prepared:
+        """Have every rank read an adapter, or without a folder forget it. Raises ShardError where one is lost."""
+        return await self._client.prepare_adapter(key, folder)
 
     async def health(self) -> ShardHealth:
         """Raises ShardError when a rank does not answer in time, or is known to be lost."""

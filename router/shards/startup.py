@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.config import RouterConfig
 from router.scheduling.limits import Limits, derive_lengths, max_sequences, resolve, useful_tokens
@@ -47,6 +47,8 @@ class Started:
 async def start(config: RouterConfig, shards: Shards) -> Started:
     """Ask what was loaded, warm up, settle the limits. Raises ValueError for limits that cannot be, and ShardError."""
     model = await shards.info()
+    if config.has_adapters and not model.adapter_rows:
+        raise ValueError(model.no_adapters or "the shards were started without adapters")
     has_encoder = model.decoder_start is not None
     lengths = derive_lengths(config, model.max_positions, has_encoder=has_encoder)
     useful = useful_tokens(config, lengths, block_size=model.block_size, has_encoder=has_encoder)
@@ -76,6 +78,13 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         checkpoint_blocks=cache.checkpoint_blocks,
         window_blocks=cache.window_blocks,
         most_at_once=cache.most_at_once,
+    )
+    is_host = model.device == "cpu"  # whose memory is the device's
+    limits = replace(
+        limits,
+        adapter_rows=model.adapter_rows,
+        adapter_bytes=model.adapter_bytes,
+        adapter_host_bytes=None if is_host else int(config.adapter_host_memory * 1e9),
     )
     return Started(model, cache, limits)
 
@@ -108,6 +117,7 @@ def table(config: RouterConfig, started: Started, address: str, more_facts: Iter
         ("memory left", f"{_size(cache.free_bytes)} per shard", _largest_step(cache)),
         ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
         *_tiers(started.tiers),
+        *_adapters(config, limits),
         *more_facts,
     ]
     shown = [name for name in TABLE_LIMITS if name not in _left_open(limits)]
@@ -125,6 +135,16 @@ def _states(cache: KvCache) -> list[tuple[str, str, str]]:
     reach = cache.window_blocks * cache.block_size
     rings = f"{size}; windowed layers keep what {reach} tokens see, and {cache.most_at_once} that a step adds"
     return [("rings", f"{cache.num_states} sequences", rings)]
+
+
+def _adapters(config: RouterConfig, limits: Limits) -> list[tuple[str, str, str]]:
+    """Which adapters there are, and the room for them."""
+    if not limits.adapter_rows:
+        return []
+    host = "" if limits.adapter_host_bytes is None else f", {_size(limits.adapter_host_bytes)} of the host behind"
+    named = f"{len(config.adapters)} named" if config.adapters else "none named"
+    room = f"{_size(limits.adapter_bytes)} per shard{host}, {limits.adapter_rows} at once"
+    return [("adapters", named if config.adapter_dir is None else f"{named}, others in {config.adapter_dir}", room)]
 
 
 def has_tiers(started: Started) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from router.drafting.proposals import Proposal
+from router.scheduling.adapters import Placed
 from router.scheduling.grammar import Continuation, Mask
 from router.scheduling.plan import Extension, StepPlan
 from router.scheduling.queue import blocks_for
@@ -30,18 +31,20 @@ def new_sequence(
     generated: Sequence[int] = (),
     forced: Sequence[int] = (),
     lane: int = 0,
+    adapter: int = 0,
 ) -> NewSequence:
     """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
 
     blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
     generated: the tokens that it has got, where it is rebuilt; forced: those that its grammar has come next. lane: its
-    micro-batch.
+    micro-batch. adapter: the row of its adapter, 0 for none.
     """
     sampling = request.sampling
     first = blocks_for(len(request.encoder_ids), block_size)
     return NewSequence(
         id=id,
         lane=lane,
+        adapter=adapter,
         token_ids=[*request.token_ids, *generated, *forced],
         generated=len(generated) + len(forced),
         forced=len(forced),
@@ -79,6 +82,7 @@ def step_request(
     step: int,
     *,
     retire: Sequence[int] = (),
+    adapters: Sequence[Placed] = (),
     add: Sequence[NewSequence] = (),
     chunks: Sequence[tuple[int, int]] = (),
     decode: bool = False,
@@ -89,12 +93,13 @@ def step_request(
 ) -> StepRequest:
     """One step, in wire form; chunks are (sequence, prompt tokens).
 
-    held: sequences that do not decode; extended: what joins running sequences; drafts: what may join them; masks: what
-    sequences may get, behind each token of a draft.
+    adapters: what rows get. held: sequences that do not decode; extended: what joins running sequences; drafts: what
+    may join them; masks: what sequences may get, behind each token of a draft.
     """
     return StepRequest(
         step=step,
         retire=retire,
+        adapters=[pb.AdapterPlace(row=placed.row, key=placed.key) for placed in adapters],
         add=add,
         chunk_ids=[id for id, _ in chunks],
         chunk_tokens=[tokens for _, tokens in chunks],
@@ -118,6 +123,7 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
     request = step_request(
         plan.number,
         retire=[*(entry.id for entry in plan.retired), *plan.preempted],
+        adapters=plan.adapters,
         add=[
             new_sequence(
                 entry.id,
@@ -128,6 +134,7 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
                 generated=entry.generated_ids,
                 forced=entry.forced,
                 lane=entry.lane,
+                adapter=entry.row,
             )
             for entry in plan.admitted
         ],

@@ -46,6 +46,15 @@ class Device(Protocol):
     def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """The values as a tensor of their shape on the device, without waiting for what the device is computing."""
 
+    def stage(self, tensor: Tensor) -> Tensor:
+        """A host's tensor in memory that `bring` reads; itself where the device is the host. One thread calls this."""
+
+    def bring(self, staged: Tensor) -> Tensor:
+        """What `stage` gave as a tensor on the device, without waiting for what the device is computing.
+
+        Where the device is the host it is the very same.
+        """
+
     def download(self, tensor: Tensor) -> Tensor:
         """A copy on the host, complete once an `event` that is made afterwards has been reached."""
 

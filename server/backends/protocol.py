@@ -14,10 +14,11 @@ input features, F output features, E experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from typing import ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ class StepMeta:
     block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
     rows: Tensor | None = None  # [S] where recurrent layers keep each sequence's state; 0: nobody's
     ring_tables: Tensor | None = None  # [S, longest] as `block_tables`, in windowed layers' rings; None: there are none
+    adapters: TokenAdapters | None = None  # which the tokens have; None: none has one
     rewind: Rewind | None = None  # what recurrent layers do beside advancing; None: nothing
 
     @cached_property
@@ -164,7 +166,10 @@ class LinearFormat(Movable, Protocol):
         """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
 
     def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → x @ weightᵀ + bias, [T, F], as exact as the product is known: float32, or rounded to x's dtype."""
+        """x [T, D] → x @ weightᵀ + bias, as exact as the product is known: float32, or rounded to x's dtype.
+
+        [T, F]; of a gated one, [gate | up], [T, 2 F].
+        """
 
 
 @dataclass(frozen=True)
@@ -192,22 +197,94 @@ class LinearChange:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
+@dataclass(frozen=True)
+class ExpertsChange:
+    """What an adapter makes of a linear layer of each expert; None: nothing."""
+
+    experts: tuple[LinearChange | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(change.nbytes for change in self.experts if change is not None)
+
+
+@dataclass(frozen=True)
+class EmbeddingChange:
+    """What an adapter makes of a row of a table: gain * row + scale * (the token's row of `down` @ up).
+
+    Where `ids` names the token, `rows` has its row instead.
+    """
+
+    down: Tensor | None = None  # [Vl, r] in the model's dtype, Vl being this rank's tokens; None: nothing is added
+    up: Tensor | None = None  # [r, E], likewise
+    scale: float = 1.0
+    gain: Tensor | None = None  # [E] float32; None: ones
+    ids: Tensor | None = None  # [n] int64, ascending, among this rank's tokens
+    rows: Tensor | None = None  # [n, E] in the model's dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        tensors = (self.down, self.up, self.gain, self.ids, self.rows)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class NormChange:
+    """What an adapter makes of a norm's output: gain * output + bias."""
+
+    gain: Tensor | None = None  # [D] float32; None: ones
+    bias: Tensor | None = None  # [D] float32; None: zeros
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(tensor.nbytes for tensor in (self.gain, self.bias) if tensor is not None)
+
+
 @dataclass
 class TokenAdapters:
-    """Which adapter each token has of what is computed at the moment. Adapters lie in rows from 1 on; 0 is none.
+    """Which adapter each token of a pass has. Adapters lie in rows from 1 on; 0 is none.
 
-    It changes from pass to pass, and all adapted layers of a model share it.
+    All adapted layers of a model share one, which says so of the pass that is computed at the moment.
     """
 
     rows: Tensor | None = None  # [T] int64; None: no token has one
     present: Sequence[int] = ()  # those rows, each once, as far as the host knows them: in a captured step it does not
+    # What a backend has made of the rows, by its kind, once for all layers of the pass.
+    made: dict[type[Any], Any] = field(default_factory=dict)
+
+    def at(self, places: Tensor | slice) -> TokenAdapters:
+        """The same of some of the tokens."""
+        return TokenAdapters(None if self.rows is None else self.rows[places], self.present)
+
+    @contextmanager
+    def of(self, pass_adapters: TokenAdapters | None) -> Iterator[None]:
+        """Say so of a pass within the block, and then that no token has one."""
+        if pass_adapters is not None:
+            self.rows, self.present, self.made = pass_adapters.rows, pass_adapters.present, pass_adapters.made
+        try:
+            yield
+        finally:
+            self.rows, self.present, self.made = None, (), {}
 
 
 class AdaptedLinear(LinearFormat, Protocol):
     """A `LinearFormat` whose product is another one for tokens that have adapters, as `TokenAdapters` says."""
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a captured step computes what is in the rows now, though they were empty when it was captured."""
+
+    def stage(self, change: LinearChange) -> LinearChange:
+        """The same on the host, as `put` takes it without waiting: called beforehand, beside what is computed."""
+
     def put(self, row: int, change: LinearChange | None) -> None:
-        """From now on the adapter in `row` changes the layer so. None: not at all."""
+        """What is computed from now on is changed so by the adapter in `row`. None: not at all.
+
+        Waits neither for what is being computed nor for a copy of what was staged.
+        """
 
 
 # The largest numbers of all ranks, of tensors that all have in one shape.
@@ -238,6 +315,23 @@ class GroupedLinear(Movable, Protocol):
         ends: [E] int32, ascending; the last is T. bias: [E, F]. Where the weights are gated, what comes out is
         activation(gate) * up, and bias is [E, 2 F].
         """
+
+
+class AdaptedExperts(GroupedLinear, Protocol):
+    """A `GroupedLinear` whose product is another one for tokens that have adapters.
+
+    The `TokenAdapters` that say so are of the sorted tokens.
+    """
+
+    @property
+    def is_capturable(self) -> bool:
+        """As of an `AdaptedLinear`."""
+
+    def stage(self, change: ExpertsChange) -> ExpertsChange:
+        """As of an `AdaptedLinear`."""
+
+    def put(self, row: int, change: ExpertsChange | None) -> None:
+        """From now on the adapter in `row` changes the layer so. None: not at all."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +462,7 @@ class Norm(ABC):
     """Normalises alone, or behind the addition of a layer's output to the residual stream."""
 
     # Whether adding in `add` costs less than adding what follows a matrix product to the product.
-    absorbs_addition: ClassVar[bool] = False
+    absorbs_addition: bool = False
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -503,6 +597,11 @@ class Backend(Protocol):
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         """A linear layer for tokens that have adapters in rows 1 … num_rows. is_gated: as `linear` was told."""
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        """The same of experts. tokens: sorted as the layer is given them."""
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         """LayerNorm over weight's features where `is_centred`, else RMSNorm."""

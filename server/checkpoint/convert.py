@@ -1,6 +1,6 @@
-"""Converts old files once: `*.bin` weights to safetensors, and a slow tokenizer to tokenizer.json.
+"""Converts old files once: `*.bin` of models and adapters to safetensors, and a slow tokenizer to tokenizer.json.
 
-    python -P -m server.checkpoint.convert weights|tokenizer SOURCE TARGET
+    python -P -m server.checkpoint.convert weights|tokenizer|adapter SOURCE TARGET
 
 A process of its own, because it imports torch and transformers and reads files that may be hostile; the launcher runs
 it. A `.bin` is a pickle: it is read with `weights_only=True` or not at all, there is no second attempt. The result is
@@ -24,7 +24,15 @@ from safetensors.torch import save_file
 
 from host.folders import make_private
 from server.checkpoint import spm
-from server.checkpoint.files import HubError, checked_file, read_json, sync, weight_files
+from server.checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    HubError,
+    checked_file,
+    read_json,
+    sync,
+    weight_files,
+)
 from server.quantisation import sizes
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
@@ -39,6 +47,15 @@ def convert_weights(source: Path, target: Path) -> None:
         print(f"Converting {path.name} ({number} of {len(files)})", flush=True)
         tensors, names = _distinct_tensors(_read_checkpoint(path))
         save_file(tensors, target / f"{path.stem}.safetensors", metadata={"format": "pt", **names})
+
+
+def _convert_adapter(source: Path, target: Path) -> None:
+    """Write an adapter's tensors as one safetensors file, beside its description."""
+    binary, description = (checked_file(source, name) for name in (ADAPTER_WEIGHTS[1], ADAPTER_CONFIG))
+    stored, shared = _distinct_tensors(_read_checkpoint(binary))
+    stored |= {name: stored[first].clone() for name, first in shared.items()}
+    save_file(stored, target / ADAPTER_WEIGHTS[0], metadata={"format": "pt"})
+    shutil.copyfile(description, target / ADAPTER_CONFIG)
 
 
 def _refuse_torchao(source: Path) -> None:
@@ -139,7 +156,11 @@ def _settings(source: Path, name: str) -> dict[str, Any]:
     return read_json(source / name, "settings of the model") if (source / name).exists() else {}
 
 
-CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"weights": convert_weights, "tokenizer": _convert_tokenizer}
+CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {
+    "weights": convert_weights,
+    "tokenizer": _convert_tokenizer,
+    "adapter": _convert_adapter,
+}
 
 
 def convert_once(kind: str, source: Path, target: Path) -> None:
@@ -162,7 +183,7 @@ def convert_once(kind: str, source: Path, target: Path) -> None:
 def main(argv: list[str]) -> int:
     """Run the conversion that the arguments name. Returns the exit code; what is wrong goes to standard error."""
     if len(argv) != 3 or argv[0] not in CONVERSIONS:
-        print("usage: python -m server.checkpoint.convert weights|tokenizer SOURCE TARGET", file=sys.stderr)
+        print(f"usage: python -m server.checkpoint.convert {'|'.join(CONVERSIONS)} SOURCE TARGET", file=sys.stderr)
         return 2
     kind, source, target = argv[0], Path(argv[1]), Path(argv[2])
     try:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from server.arch.names import Stack
 from server.arch.spec import Moe
 from server.checkpoint.formats.protocol import Part, Ranges, Tensors, refuse_overflow
 from server.checkpoint.random_weights import RandomCheckpoint
-from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
+from server.checkpoint.weights import Checkpoint, CheckpointError, Piece, Weights
 from server.quantisation.stored import Stored, joined, rows_taken_apart
 
 
@@ -48,6 +50,20 @@ class SeparateExperts:
         """[D, F] of one expert."""
         size, part = (self.hidden, self.kind.width), self.weights.shard.range(self.kind.width)
         return self.weights.linear("expert_down", size, columns=part, expert=expert)
+
+    def gate_up_pieces(self, expert: int) -> list[Piece]:
+        """What `gate_up` is made of."""
+        size, part = (self.kind.width, self.hidden), [self.weights.shard.range(self.kind.width)]
+        roles = ("expert_gate", "expert_up") if self.kind.gated else ("expert_up",)
+        return [self._piece(role, size, expert, rows=part) for role in roles]
+
+    def down_pieces(self, expert: int) -> list[Piece]:
+        """What `down` is made of."""
+        size, part = (self.hidden, self.kind.width), self.weights.shard.range(self.kind.width)
+        return [self._piece("expert_down", size, expert, columns=part)]
+
+    def _piece(self, role: str, size: tuple[int, int], expert: int, **part: Any) -> Piece:
+        return self.weights.piece(role, size, expert=expert, num_experts=self.kind.num_experts, **part)
 
     def gate_up_bias(self) -> Tensor:
         """[E, 2 F], as the matrices are."""
@@ -85,6 +101,40 @@ class StackedExperts:
         """[D, F] of one expert."""
         size, columns = (self.hidden, self.kind.width), self.weights.shard.range(self.kind.width)
         return self._matrix(self._stack("expert_down"), expert, Part(size, [(0, self.hidden)], columns))
+
+    def gate_up_pieces(self, expert: int) -> list[Piece]:
+        """What `gate_up` is made of."""
+        stack, size = self._stack("expert_gate_up"), (2 * self.kind.width, self.hidden)
+        rows = self._rows(stack)
+        if stack.interleaved:
+            (first, last), *_ = rows
+            rows = [(row, row + 1) for half in range(2) for row in range(first + half, last, 2)]
+        return [self._piece("expert_gate_up", stack, size, expert, rows, (0, size[1]))]
+
+    def down_pieces(self, expert: int) -> list[Piece]:
+        """What `down` is made of."""
+        stack, size = self._stack("expert_down"), (self.hidden, self.kind.width)
+        columns = self.weights.shard.range(self.kind.width)
+        return [self._piece("expert_down", stack, size, expert, [(0, size[0])], columns)]
+
+    def _piece(
+        self,
+        role: str,
+        stack: Stack,
+        size: tuple[int, int],
+        expert: int,
+        rows: Ranges,
+        columns: tuple[int, int],
+    ) -> Piece:
+        read = partial(self._exact, stack, expert, size)
+        count = self.kind.num_experts
+        return Piece(role, (stack.name,), size, rows, columns, 0, read, expert=expert, num_experts=count)
+
+    def _exact(self, stack: Stack, expert: int, size: tuple[int, int], rows: Ranges) -> Tensor:
+        """Whole rows of an expert's matrix as it computes, in float32."""
+        exact = replace(self, weights=replace(self.weights, dtype=torch.float32))
+        stored = exact._matrix(stack, expert, Part(size, rows, (0, size[1])))
+        return stored if isinstance(stored, Tensor) else stored.dequantised().float()
 
     def gate_up_bias(self) -> Tensor:
         """[E, 2 F], as the matrices are."""

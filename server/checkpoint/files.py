@@ -24,6 +24,8 @@ from server.quantisation.configs import FormatError
 from server.quantisation.sizes import config_of
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # the first that is there is read
 OTHER_FORMATS = {".gguf": "GGUF is not served", ".pt": "*.pt is not read"}  # of weights
 MAX_JSON_BYTES = 50_000_000  # an index of a hundred thousand tensors has a tenth of it
 # Of GPTQ and AWQ, of AutoAWQ 0.1 and llm-awq, and of ModelOpt.
@@ -50,6 +52,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [checked_file(folder, name) for name in chosen]
 
 
+def adapter_files(folder: Path) -> list[Path]:
+    """The same of an adapter in PEFT's format. Raises HubError."""
+    if not (chosen := choose_adapter_weights(path.name for path in folder.iterdir())):
+        raise HubError(f"{folder} has no weights: {' or '.join(ADAPTER_WEIGHTS)} must lie in it")
+    return [checked_file(folder, name) for name in chosen]
+
+
 def choose_weights(names: Iterable[str]) -> list[str]:
     """The names of a model's files that are to be read for its weights; none where it has no weights.
 
@@ -63,6 +72,12 @@ def choose_weights(names: Iterable[str]) -> list[str]:
         if files or indexes:
             return indexes[:1] or ([whole] if whole in files else files)
     return []
+
+
+def choose_adapter_weights(names: Iterable[str]) -> list[str]:
+    """The same of an adapter in PEFT's format, which has one file."""
+    present = set(names)
+    return [name for name in ADAPTER_WEIGHTS if name in present][:1]
 
 
 def indexed_names(index: Path) -> list[str]:

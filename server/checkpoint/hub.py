@@ -25,11 +25,15 @@ from typing import Any
 
 from host.folders import make_private
 from server.checkpoint.files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     PLAIN_NAME,
     QUANTISATION_FILES,
     HubError,
+    adapter_files,
     check_safetensors,
     checked_file,
+    choose_adapter_weights,
     choose_weights,
     indexed_names,
     need_space,
@@ -47,7 +51,20 @@ REMAINS_SECONDS = 3600  # a temporary file not written for so long belongs to no
 RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 
 Report = Callable[[str], None]  # shows one line to the user
-Convert = Callable[[str, Path, Path], None]  # ("weights" or "tokenizer", source folder, target folder)
+Convert = Callable[[str, Path, Path], None]  # ("weights", "tokenizer" or "adapter", source folder, target folder)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a repository holds. choose: of the names of its files those with weights; none: it has none."""
+
+    what: str
+    description: str  # the file that says what it is
+    choose: Callable[[Iterable[str]], list[str]]
+
+
+MODEL = Content("model", "config.json", choose_weights)
+ADAPTER = Content("adapter", ADAPTER_CONFIG, choose_adapter_weights)
 
 
 @dataclass(frozen=True)
@@ -95,13 +112,40 @@ def resolve(
     )
 
 
-def local_folder(model_id: str) -> Path | None:
+def resolve_adapter(
+    adapter_id: str,
+    *,
+    convert: Convert,
+    user_cache: Path,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    endpoint: str | None = None,
+    report: Report = print,
+    pauses: Sequence[float] = PAUSES,
+) -> Path:
+    """The folder of an adapter in PEFT's format, its weights in safetensors. Arguments and errors as of `resolve`."""
+    local = local_folder(adapter_id, ADAPTER.what)
+    repository = Repository(adapter_id, revision, cache_dir, token, offline, endpoint, report, pauses, content=ADAPTER)
+    folder = local or repository.download(with_weights=True)
+    read_json(folder / ADAPTER.description, "the adapter's description")
+    files = adapter_files(folder)
+    if files[0].suffix == ".bin":
+        folder = _converted("adapter", folder, [*files, folder / ADAPTER.description], convert, user_cache, report)
+        files = [folder / ADAPTER_WEIGHTS[0]]
+    for path in files:
+        check_safetensors(path)
+    return folder
+
+
+def local_folder(model_id: str, what: str = "model") -> Path | None:
     """The folder that a model id is the path of; None: a repository's name. Raises HubError for a path to nothing."""
     local = Path(os.path.expanduser(model_id))
     if model_id and local.is_dir():
         return local.resolve()
     if model_id.startswith((".", "/", "~")):
-        raise HubError(f"the model {model_id} is not a folder: check the path")
+        raise HubError(f"the {what} {model_id} is not a folder: check the path")
     return None
 
 
@@ -175,6 +219,7 @@ class Repository:
     report: Report
     pauses: Sequence[float]
     timeout: float = 20.0  # seconds without an answer of the hub
+    content: Content = MODEL
 
     def describe(self, spare: Path) -> tuple[Path, set[str]]:
         """A folder with config.json, and the names of the repository's files where the hub was asked for them.
@@ -183,10 +228,10 @@ class Repository:
         Raises HubError.
         """
         self._check_names()
-        if self.offline or self._present(["config.json"]):
+        if self.offline or self._present([self.content.description]):
             return self._cached("HF_HUB_OFFLINE is set"), set()
         commit, sizes = self._listing()
-        for name in {"config.json", *QUANTISATION_FILES} & sizes.keys():
+        for name in {self.content.description, *QUANTISATION_FILES} & sizes.keys():
             (spare / name).write_bytes(self._try(partial(self._read, name, commit), self.pauses))
         return spare, set(sizes)
 
@@ -223,7 +268,8 @@ class Repository:
             validate_repo_id(self.model_id)
         except HFValidationError:
             raise HubError(
-                f"the model {self.model_id!r} is neither a folder nor a repository name such as bigscience/bloomz-560m"
+                f"the {self.content.what} {self.model_id!r} is neither a folder nor a repository name such as "
+                "bigscience/bloomz-560m"
             ) from None
         if self.revision is not None and (not REVISION.fullmatch(self.revision) or ".." in self.revision):
             raise HubError(
@@ -231,18 +277,21 @@ class Repository:
             )
 
     def _listing(self) -> tuple[str, dict[str, int]]:
-        """The commit, and the size of every file at the top of the repository. Raises HubError without config.json."""
+        """The commit, and the size of every file at the top. Raises HubError, also where there is other content."""
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=self.endpoint, token=self.token)
         info = self._try(
             lambda: api.model_info(self.model_id, revision=self.revision, files_metadata=True, timeout=self.timeout),
-            () if self._present(["config.json"]) else self.pauses,  # with files in the cache there is no need to wait
+            # With files in the cache there is no need to wait.
+            () if self._present([self.content.description]) else self.pauses,
         )
         files = info.siblings or []
         sizes = {file.rfilename: file.size or 0 for file in files if PLAIN_NAME.fullmatch(file.rfilename)}
-        if "config.json" not in sizes:
-            raise HubError(f"{self.model_id} has no config.json: it is not a model that can be served")
+        if self.content.description not in sizes:
+            raise HubError(
+                f"{self.model_id} has no {self.content.description}: it is no {self.content.what} that can be served"
+            )
         return info.sha or "main", sizes
 
     def _read(self, name: str, commit: str) -> bytes:
@@ -256,7 +305,7 @@ class Repository:
         return answer.content
 
     def _weight_names(self, folder: Path, sizes: dict[str, int]) -> list[str]:
-        chosen = choose_weights(sizes)
+        chosen = self.content.choose(sizes)
         if not chosen:
             raise HubError(f"{self.model_id} has no weights in a supported format: *.safetensors or *.bin")
         return indexed_names(folder / chosen[0]) if chosen[0].endswith(".index.json") else chosen
@@ -319,7 +368,7 @@ class Repository:
                 revision=self.revision,
                 cache_dir=self.cache_dir,
                 local_files_only=True,
-                allow_patterns=["config.json"],
+                allow_patterns=[self.content.description],
             )
         except LocalEntryNotFoundError:
             raise HubError(

@@ -22,17 +22,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import FusedRows, NameMap, QkvLayout
+from server.backends.protocol import GroupedLinear, LinearFormat, Norm
 from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import (
     FLOATS,
@@ -112,6 +115,10 @@ class Checkpoint:
     def names(self) -> Iterator[str]:
         """The name of every stored tensor, without those that only share another one."""
         return iter(self._paths)
+
+    def paths(self) -> Iterator[Path]:
+        """Every file with tensors."""
+        return iter(dict.fromkeys(self._paths.values()))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in, without reading it."""
@@ -289,6 +296,73 @@ def _ends_of(path: Path) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """The part of a linear layer's weight that a rank has, alone or one below another, and what the layer is called.
+
+    names: in the checkpoint, one of them; first: where its outputs begin among those that are stored together; read:
+    reads ranges of the whole layer's rows with all inputs, [outputs, D] in float32; read_bias: what is added to these
+    outputs, likewise; None: nothing. Of a table of tokens, these are the outputs.
+    """
+
+    role: str
+    names: tuple[str, ...]
+    size: tuple[int, int]  # outputs and inputs of the whole layer
+    rows: Ranges  # half-open, of its outputs, one after the other
+    columns: tuple[int, int]  # half-open, of its inputs
+    first: int
+    read: Callable[[Ranges], Tensor] = field(compare=False, repr=False)
+    read_bias: Callable[[Ranges], Tensor | None] = field(default=lambda rows: None, compare=False, repr=False)
+    expert: int | None = None  # whose matrix it is, of `num_experts`
+    num_experts: int = 0
+    is_transposed: bool = False  # whether the checkpoint has it as [inputs, outputs]
+
+    @property
+    def num_outputs(self) -> int:
+        """Of this part."""
+        return sum(stop - start for start, stop in self.rows)
+
+    def base(self) -> Tensor:
+        """This part's rows, with all inputs, in float32."""
+        return self.read(self.rows)
+
+
+def placed(pieces: Sequence[Piece]) -> list[Piece]:
+    """Each behind the outputs of those before it."""
+    ends = accumulate((piece.num_outputs for piece in pieces), initial=0)
+    return [replace(piece, first=first) for piece, first in zip(pieces, ends, strict=False)]
+
+
+class Adapting(Protocol):
+    """Makes layers such as adapters can change."""
+
+    def linear(
+        self,
+        layer: LinearFormat,
+        pieces: Sequence[Piece],
+        *,
+        is_gated: bool,
+        num_outputs: int | None = None,
+        tied_to: Piece | None = None,
+    ) -> LinearFormat:
+        """A linear layer of these pieces, one below the other.
+
+        num_outputs: of a head, whose rows are filled up with zeros; tied_to: the table whose rows it takes.
+        """
+
+    def table(self, piece: Piece) -> Callable[[Tensor, Tensor], Tensor]:
+        """What changes rows [T, E] of a table. It is called with the tokens [T], counted from the piece's first."""
+
+    def experts(self, layer: GroupedLinear, pieces: Sequence[Sequence[Piece]], *, is_gated: bool) -> GroupedLinear:
+        """A linear layer of experts, each with pieces of its own."""
+
+    def pairs(self, spread: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        """While experts compute: their tokens are those that `spread` makes of the pass's [T, n]."""
+
+    def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
+        """A norm that has one of these names and these numbers [D]. offset: added to the weight that is stored."""
+
+
+@dataclass(frozen=True)
 class Weights:
     """One rank's view of a checkpoint by role, of all layers or one. Tensors are converted to `dtype` on `device`."""
 
@@ -302,6 +376,7 @@ class Weights:
     format: Format | None = None  # in which the checkpoint has linear layers; those that it has not are dense
     quantise: Quantise | None = None  # how dense weights of linear layers are stored: as they are, or by this
     quantise_head: Quantise | None = None  # likewise the head, and a table that is tied to it
+    adapting: Adapting | None = None  # what is done with layers; None: no adapters are served
 
     @classmethod
     def open(
@@ -434,6 +509,56 @@ class Weights:
             assert rows is None, "a dense weight is split one way"
             return self._matrix(role, size, 1, [columns], expert)
         return self._matrix(role, size, 0, part.rows, expert)
+
+    def piece(
+        self,
+        role: str,
+        size: tuple[int, int],
+        *,
+        rows: Ranges | None = None,
+        columns: tuple[int, int] | None = None,
+        first: int = 0,
+        expert: int | None = None,
+        num_experts: int = 0,
+    ) -> Piece:
+        """What `linear` reads with the same arguments, by its names."""
+        rows = rows or [(0, size[0])]
+        return Piece(
+            role,
+            self.all_names(role, expert or 0),
+            size,
+            rows,
+            columns or (0, size[1]),
+            first,
+            partial(self._exact, role, size, expert=expert or 0),
+            partial(self._exact_bias, role, size[0], expert=expert or 0),
+            expert,
+            num_experts,
+            self.names.transposed,
+        )
+
+    def all_names(self, role: str, expert: int = 0) -> tuple[str, ...]:
+        """What checkpoints may call a role, without what follows the last dot."""
+        return tuple(prefix + name for name in self._short_names(role, expert) for prefix in (self.prefix, ""))
+
+    def table_piece(self, role: str, size: tuple[int, int], part: tuple[int, int]) -> Piece:
+        """Some rows of a table."""
+        return Piece(role, self.all_names(role), size, [part], (0, size[1]), 0, partial(self._exact_table, role, size))
+
+    def _exact_table(self, role: str, size: tuple[int, int], rows: Ranges) -> Tensor:
+        exact = replace(self, dtype=torch.float32)
+        found = [exact.stored_table(role, size, part) for part in rows]
+        return torch.cat([one if isinstance(one, Tensor) else one.dequantised().float() for one in found])
+
+    def _exact(self, role: str, size: tuple[int, int], rows: Ranges, expert: int) -> Tensor:
+        """Whole rows of a linear layer as it computes, in float32."""
+        stored = replace(self, dtype=torch.float32).linear(role, size, rows=rows, expert=expert)
+        return stored if isinstance(stored, Tensor) else stored.dequantised().float()
+
+    def _exact_bias(self, role: str, size: int, rows: Ranges, expert: int) -> Tensor | None:
+        if f"{self._name(role, expert)}.bias" not in self.checkpoint:
+            return None
+        return replace(self, dtype=torch.float32).vector(role, size, suffix="bias", ranges=rows, expert=expert)
 
     def _quantised(self, format: Format, name: str, size: tuple[int, int]) -> Tensors | None:
         """The tensors of a linear layer of `size` that the format stores; None where the layer is dense."""

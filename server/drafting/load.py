@@ -131,7 +131,7 @@ def _draft_model(config: ShardConfig, folder: Path, hf_config: Mapping[str, Any]
         quantised.quantise_head,
     )
     model = model_loading.load(weights, spec, served.backend, served.cache)
-    logits = model.logits
+    logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
     if model.vocab_size != served.model.vocab_size:
         places = torch.arange(model.vocab_size, device=device.torch_device)
         logits = AlignedLogits(model.logits, served.model.vocab_range, shard, places)

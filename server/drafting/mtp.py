@@ -89,10 +89,11 @@ def load_predictor(
     loader = StackLoader(own, replace(spec, layers=(spec.predictor,) * (number + 1)), backend, cache)
     embedding = _embedding(own, weights, model)
     joined = load_row(own, "predictor_in", (hidden, 2 * hidden), backend.linear, bias=False)
-    logits, head_bytes = model.logits, 0
+    logits: Callable[[Tensor], Tensor] = model.logits
+    head_bytes = 0
     if _has_other(own, weights, "head", "embed" if spec.tied_head else "head"):
-        logits = load_head(own, replace(spec, tied_head=False), None, backend.linear)
-        head_bytes = logits.nbytes
+        head = load_head(own, replace(spec, tied_head=False), None, backend.linear)
+        logits, head_bytes = head, head.nbytes
     layer = loader.layer(number)
     alone = replace(spec, layers=(spec.predictor,))
     found = Predictor(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from server.arch.footprint import LEAST_PREFILL_TOKENS, LOGIT_BYTES, LOGIT_ROWS, STEP_COPIES, STREAM_COPIES
-from server.backends.protocol import LinearFormat
+from server.backends.protocol import LinearFormat, TokenAdapters
 from server.fallback.asked import LayerAttention
 from server.fallback.attention import Pass
 from server.fallback.linear import FormatLinear
@@ -103,7 +103,7 @@ class BatchedModel:
         self.step.meta, self.step.kv_caches = forward.meta, kv_caches
         return Carried(hidden_states(self.body, forward.token_ids, forward.meta.positions))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """hidden [R, D] → [R, Vl], minus infinity behind the vocabulary's end."""
         logits: Tensor = self.causal(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         (start, stop), padding = vocab_share(self.shard, self.vocab_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from server.arch.footprint import LEAST_PREFILL_TOKENS
+from server.backends.protocol import TokenAdapters
 from server.stepping.batch import Carried, Forward
 from server.stepping.cache import Kept, KvOnDevice, KVShape
 from server.stepping.sequences import TokenRun
@@ -73,7 +74,7 @@ class SerialModel:
         ]
         return Carried(torch.cat(parts))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """What `run` returned, in float32."""
         return hidden.float()
 

@@ -23,7 +23,7 @@ from server.backends.protocol import LinearFormat, MakeLinear
 from server.backends.reference.linear import DenseFormat
 from server.blocks import ceil_divide
 from server.checkpoint.random_weights import RandomCheckpoint
-from server.checkpoint.weights import Weights
+from server.checkpoint.weights import Adapting, Piece, Weights
 from server.quantisation.stored import Stored, padded, with_unit_rows
 from server.ranks.collectives import Shard
 
@@ -41,15 +41,24 @@ class Embedding:
         self._start = shard.rank * self._num_rows
         self._dtype = dtype
         self._rows: Callable[[Tensor], Tensor] = partial(_rows_of, table)
+        self._changed: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] → [T, E]."""
         if self.shard.world_size == 1:
-            return self._rows(token_ids).to(self._dtype)
+            return self._adapted(token_ids, self._rows(token_ids).to(self._dtype))
         local = token_ids - self._start
         elsewhere = (local < 0) | (local >= self._num_rows)
-        rows = self._rows(local.masked_fill(elsewhere, 0)).to(self._dtype)
+        local = local.masked_fill(elsewhere, 0)
+        rows = self._adapted(local, self._rows(local).to(self._dtype))
         return self.shard.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def _adapted(self, token_ids: Tensor, rows: Tensor) -> Tensor:
+        return rows if self._changed is None else self._changed(token_ids, rows)
+
+    def change_by(self, changed: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Have something change the rows [T, E] of tokens [T], counted from this rank's first."""
+        self._changed = changed
 
     def leave_to(self, head: RowFormat) -> None:
         """Read rows from a tied head's weight, and keep none."""
@@ -108,7 +117,15 @@ def with_own_head(weights: Weights, spec: ArchSpec) -> ArchSpec:
 def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
     """This rank's rows of the embedding, stored as the head is where that is tied to it."""
     rows = vocab_rows(weights, "embed", spec.vocab_size, spec.embed_dim or spec.hidden_size)
-    return Embedding(_stored_head(weights, rows) if _shares_rows(spec) else rows, weights.shard, weights.dtype)
+    table = Embedding(_stored_head(weights, rows) if _shares_rows(spec) else rows, weights.shard, weights.dtype)
+    if weights.adapting is not None:
+        table.change_by(weights.adapting.table(_table_piece(weights, spec)))
+    return table
+
+
+def _table_piece(weights: Weights, spec: ArchSpec) -> Piece:
+    part, _ = vocab_share(weights.shard, spec.vocab_size)
+    return weights.table_piece("embed", (spec.vocab_size, spec.embed_dim or spec.hidden_size), part)
 
 
 def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding | None, make_format: MakeLinear) -> Head:
@@ -129,7 +146,20 @@ def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding | None, mak
     is_embedding = (
         isinstance(weight, DenseFormat) and isinstance(table, Tensor) and weight.weight.data_ptr() == table.data_ptr()
     )
-    return Head(weight, bias, spec, weights.shard, 0 if is_embedding else weight.nbytes)
+    nbytes = 0 if is_embedding else weight.nbytes
+    if weights.adapting is not None:
+        weight = _adapted_head(weights, weights.adapting, spec, weight)
+    return Head(weight, bias, spec, weights.shard, nbytes)
+
+
+def _adapted_head(weights: Weights, adapting: Adapting, spec: ArchSpec, weight: LinearFormat) -> LinearFormat:
+    part, padding = vocab_share(weights.shard, spec.vocab_size)
+    piece = weights.piece("head", (spec.vocab_size, spec.embed_dim or spec.hidden_size), rows=[part])
+    table = _table_piece(weights, spec) if spec.tied_head else None
+    if table is not None:
+        piece = replace(piece, read=table.read)  # the checkpoint need not have it twice
+    num_outputs = piece.num_outputs + padding
+    return adapting.linear(weight, [piece], is_gated=False, num_outputs=num_outputs, tied_to=table)
 
 
 def _shares_rows(spec: ArchSpec) -> bool:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.protocol import GroupedLinear, LinearFormat, MakeLinear
+from server.backends.protocol import GroupedLinear, LinearFormat, MakeLinear, Maximum
 from server.backends.reference.linear import StackedLinear
 from server.checkpoint.formats.protocol import Ranges
-from server.checkpoint.weights import Weights
+from server.checkpoint.weights import Piece, Weights, placed
 from server.quantisation.stored import Stored, joined
 from server.ranks.collectives import Shard
 
@@ -92,11 +92,40 @@ class Branch:
         return self.projection(self.x, base, with_bias=with_bias)
 
 
-def stacked(parts: Sequence[Stored], make_linear: MakeLinear, *, is_gated: bool = False) -> LinearFormat:
+def load_linear(
+    weights: Weights,
+    pieces: Sequence[Piece],
+    make_linear: MakeLinear,
+    *,
+    is_gated: bool = False,
+    maximum: Maximum | None = None,
+) -> LinearFormat:
     """Weights of the same inputs as one, their rows one below the other."""
+    parts = [_read(weights, piece) for piece in pieces]
+    layer = _stacked(parts, make_linear, is_gated=is_gated, maximum=maximum)
+    return layer if weights.adapting is None else weights.adapting.linear(layer, placed(pieces), is_gated=is_gated)
+
+
+def load_dense(weights: Weights, pieces: Sequence[Piece], make_linear: MakeLinear) -> LinearFormat:
+    """The same, dense however others are stored: for what is small and on every rank."""
+    parts = [weights.rows(piece.role, piece.size, piece.rows) for piece in pieces]
+    layer = make_linear(torch.cat(parts) if len(parts) > 1 else parts[0])
+    return layer if weights.adapting is None else weights.adapting.linear(layer, placed(pieces), is_gated=False)
+
+
+def _read(weights: Weights, piece: Piece) -> Stored:
+    outputs, inputs = piece.size
+    rows = None if list(piece.rows) == [(0, outputs)] else piece.rows
+    columns = None if piece.columns == (0, inputs) else piece.columns
+    return weights.linear(piece.role, piece.size, rows=rows, columns=columns)
+
+
+def _stacked(
+    parts: Sequence[Stored], make_linear: MakeLinear, *, is_gated: bool, maximum: Maximum | None
+) -> LinearFormat:
     whole = joined(parts)
     if whole is not None:
-        return make_linear(whole, is_gated=is_gated)
+        return make_linear(whole, is_gated=is_gated, maximum=maximum)
     return StackedLinear([make_linear(part) for part in parts], is_gated=is_gated)
 
 
@@ -108,14 +137,15 @@ def load_column(
     *,
     bias: bool,
     ranges: Ranges | None = None,
+    is_gated: bool = False,
 ) -> ColumnLinear:
     """This rank's output rows of `role`; `size` is (outputs, inputs) of the whole layer.
 
     ranges: half-open rows of this rank, where they are not simply its share.
     """
     ranges = ranges or [weights.shard.range(size[0])]
-    weight = weights.linear(role, size, rows=ranges)
-    return ColumnLinear(make_linear(weight), weights.bias(role, size[0], ranges=ranges) if bias else None)
+    layer = load_linear(weights, [weights.piece(role, size, rows=ranges)], make_linear, is_gated=is_gated)
+    return ColumnLinear(layer, weights.bias(role, size[0], ranges=ranges) if bias else None)
 
 
 def load_gathered(
@@ -127,7 +157,6 @@ def load_gathered(
 
 def load_row(weights: Weights, role: str, size: tuple[int, int], make_linear: MakeLinear, *, bias: bool) -> RowLinear:
     """This rank's input columns of `role`; `size` is (outputs, inputs) of the whole layer."""
-    weight = weights.linear(role, size, columns=weights.shard.range(size[1]))
-    return RowLinear(
-        make_linear(weight, maximum=weights.shard.all_reduce_max), weights.bias(role, size[0]) if bias else None
-    )
+    piece = weights.piece(role, size, columns=weights.shard.range(size[1]))
+    layer = load_linear(weights, [piece], make_linear, maximum=weights.shard.all_reduce_max)
+    return RowLinear(layer, weights.bias(role, size[0]) if bias else None)

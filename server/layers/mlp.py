@@ -7,8 +7,8 @@ Shapes: T tokens, D model width, F local width of the mlp, E experts, k experts 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +16,17 @@ from torch import Tensor
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Norm, RouterRule, Routing
 from server.checkpoint.experts import SeparateExperts, StackedExperts
-from server.checkpoint.weights import Weights
-from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
+from server.checkpoint.weights import Adapting, Weights
+from server.layers.linear import (
+    Branch,
+    ColumnLinear,
+    Matrix,
+    RowLinear,
+    load_column,
+    load_dense,
+    load_linear,
+    load_row,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class MoeMlp:
     shared_gate: LinearFormat | None = None  # [1, D], on every rank
     router_norm: Norm | None = None
     weighs_inputs: bool = False
+    adapting: Adapting | None = None
     bias: None = None
 
     @property
@@ -94,8 +104,9 @@ class MoeMlp:
         read = x if self.router_norm is None else self.router_norm(stream)
         routes = self.routing(self.router, read, self.router_bias)
         pairs = routes.weighed(x) if self.weighs_inputs else routes.spread(x)
-        y = self.up(pairs, routes.ends, self.activation, self.up_bias)
-        y = self.down(y, routes.ends, None, self.down_bias)
+        with nullcontext() if self.adapting is None else self.adapting.pairs(routes.spread):
+            y = self.up(pairs, routes.ends, self.activation, self.up_bias)
+            y = self.down(y, routes.ends, None, self.down_bias)
         return routes.total(y) if self.weighs_inputs else routes.combine(y)
 
 
@@ -116,16 +127,15 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
 def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear) -> ColumnLinear:
     """[gate | up] of this rank, from one tensor or from two."""
     start, stop = weights.shard.range(width)
-    make_gated = partial(make_linear, is_gated=True)
     if weights.holds("mlp_gate_up") or not weights.has("mlp_gate"):
         ranges = [(start, stop), (width + start, width + stop)]
         size = (2 * width, spec.hidden_size)
-        return load_column(weights, "mlp_gate_up", size, make_gated, bias=spec.mlp_bias, ranges=ranges)
+        return load_column(weights, "mlp_gate_up", size, make_linear, bias=spec.mlp_bias, ranges=ranges, is_gated=True)
     size, part = (width, spec.hidden_size), [(start, stop)]
     roles = ("mlp_gate", "mlp_up")
-    weight = stacked([weights.linear(role, size, rows=part) for role in roles], make_linear, is_gated=True)
+    pieces = [weights.piece(role, size, rows=part) for role in roles]
     bias = torch.cat([weights.bias(role, width, ranges=part) for role in roles]) if spec.mlp_bias else None
-    return ColumnLinear(weight, bias)
+    return ColumnLinear(load_linear(weights, pieces, make_linear, is_gated=True), bias)
 
 
 def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> MoeMlp:
@@ -133,19 +143,27 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
     hidden, count = spec.hidden_size, kind.num_experts
     experts = (StackedExperts if weights.names.stacks else SeparateExperts)(weights, kind, hidden)
     down_bias = experts.down_bias() if kind.bias else None  # which every rank reads, and one adds
+    up = backend.grouped(map(experts.gate_up, range(count)), count, is_gated=kind.gated)
+    down = backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max)
+    if (adapting := weights.adapting) is not None:
+        up = adapting.experts(up, [experts.gate_up_pieces(e) for e in range(count)], is_gated=kind.gated)
+        down = adapting.experts(down, [experts.down_pieces(e) for e in range(count)], is_gated=False)
     return MoeMlp(
-        router=backend.linear(weights.rows("router", (count, hidden))),
+        router=load_dense(weights, [weights.piece("router", (count, hidden))], backend.linear),
         routing=_load_routing(weights, kind, backend),
-        up=backend.grouped(map(experts.gate_up, range(count)), count, is_gated=kind.gated),
-        down=backend.grouped(map(experts.down, range(count)), count, maximum=weights.shard.all_reduce_max),
+        up=up,
+        down=down,
         activation=kind.activation,
         router_bias=weights.bias("router", count) if kind.router_bias else None,
         up_bias=experts.gate_up_bias() if kind.bias else None,
         down_bias=down_bias if weights.shard.rank == 0 else None,
         shared=_load_shared(weights, spec, kind, backend) if kind.shared_width else None,
-        shared_gate=backend.linear(weights.rows("shared_router", (1, hidden))) if kind.shared_gate else None,
+        shared_gate=load_dense(weights, [weights.piece("shared_router", (1, hidden))], backend.linear)
+        if kind.shared_gate
+        else None,
         router_norm=_load_router_norm(weights, spec, backend) if kind.router_norm else None,
         weighs_inputs=kind.weighs_inputs,
+        adapting=adapting,
     )
 
 
@@ -171,8 +189,8 @@ def _load_shared(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) 
         return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)
     if weights.has("shared_gate_up"):
         rows = [(start, stop), (width + start, width + stop)]
-        halves = [weights.linear("shared_gate_up", (2 * width, spec.hidden_size), rows=rows)]
+        halves = [weights.piece("shared_gate_up", (2 * width, spec.hidden_size), rows=rows)]
     else:
-        halves = [weights.linear(role, size, rows=[(start, stop)]) for role in ("shared_gate", "shared_up")]
-    up = ColumnLinear(stacked(halves, backend.linear, is_gated=True), None)
+        halves = [weights.piece(role, size, rows=[(start, stop)]) for role in ("shared_gate", "shared_up")]
+    up = ColumnLinear(load_linear(weights, halves, backend.linear, is_gated=True), None)
     return DenseMlp(up, load_row(weights, "shared_down", size[::-1], backend.linear, bias=False), kind.activation)

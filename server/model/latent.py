@@ -19,7 +19,7 @@ from torch import Tensor
 from server.arch.spec import ArchSpec, Latent, LayerSpec, Rope
 from server.backends.protocol import Attention, Backend, GroupedLinear, LinearFormat, Norm
 from server.checkpoint.weights import Weights
-from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
+from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_linear, load_row
 from server.model.layer import LayerStep
 
 
@@ -86,10 +86,10 @@ def load_latent(
     first, last = weights.shard.range(heads)
     own = [(first * latent.query_dim, last * latent.query_dim)]
     size = (heads * latent.query_dim, query_rank or hidden)
-    queries = weights.linear("q_a", (query_rank, hidden)) if query_rank else weights.linear("q", size, rows=own)
+    queries = weights.piece("q_a", (query_rank, hidden)) if query_rank else weights.piece("q", size, rows=own)
     to_keys, to_values = _of_heads(weights, latent, heads)
     return LatentBlock(
-        down=stacked([queries, weights.linear("kv_a", (latent.width, hidden))], make_linear),
+        down=load_linear(weights, [queries, weights.piece("kv_a", (latent.width, hidden))], make_linear),
         query_norm=_norm(weights, "q_a_norm", query_rank, latent, backend) if query_rank else None,
         up=load_column(weights, "q_b", size, make_linear, bias=False, ranges=own) if query_rank else None,
         row_norm=_norm(weights, "kv_a_norm", latent.rank, latent, backend),

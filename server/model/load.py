@@ -15,11 +15,11 @@ from torch import Tensor
 
 from server.arch.spec import ArchSpec, KvHeads, LayerNormSpec, LayerSpec, Learned, RmsNormSpec, Rope
 from server.arch.stages import Stage
-from server.backends.protocol import Attention, Backend, Norm, Scores
+from server.backends.protocol import Attention, Backend, LinearFormat, Norm, Scores, TokenAdapters
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, head_ranges, merged
 from server.layers.embedding import Embedding, load_embedding, load_head
-from server.layers.linear import ColumnLinear, RowLinear, load_column, load_row, stacked
+from server.layers.linear import ColumnLinear, RowLinear, load_column, load_dense, load_linear, load_row
 from server.layers.mlp import load_mlp
 from server.layers.per_layer import PerLayerBlock, PerLayerEmbedding, load_per_layer_table
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
@@ -53,12 +53,14 @@ def load(
     kv_placement: KvPlacement | None = None,
     report: Callable[[], None] = lambda: None,
     stage: Stage | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Transformer:
     """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree.
 
     cache: how keys and values are stored, but for scales that the checkpoint has. placement: where the layers' weights
     are kept. kv_placement: where KV blocks are; None: on the device. report: told of each layer that has been loaded.
-    stage: the part of the model that is loaded; None: all of it.
+    stage: the part of the model that is loaded; None: all of it. adapters: what the layers read that `weights.adapt`
+    makes.
     """
     kv_placement = kv_placement or KvOnDevice()
     stage = stage or Stage.whole(spec.num_layers)
@@ -82,9 +84,10 @@ def load(
         head=head,
         cache=cache,
         kv_placement=kv_placement,
+        adapters=adapters or TokenAdapters(),
     )
     left_out = weights.names_of_predictors(spec.num_layers, spec.num_predictors) + _of_shared_keys(weights, spec)
-    weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers) + left_out)
+    weights.refuse_leftovers(of_other_stages(weights, stage, spec.num_layers) + left_out)
     placement.finish()
     return model
 
@@ -96,7 +99,7 @@ def _of_shared_keys(weights: Weights, spec: ArchSpec) -> tuple[str, ...]:
     return tuple(rf"^{re.escape(layer.name_of(role))}\." for layer in layers for role in roles)
 
 
-def _of_other_stages(weights: Weights, stage: Stage, num_layers: int) -> tuple[str, ...]:
+def of_other_stages(weights: Weights, stage: Stage, num_layers: int) -> tuple[str, ...]:
     """Patterns of the tensors that other stages load."""
     if stage.count == 1:
         return ()
@@ -133,19 +136,22 @@ class StackLoader:
         """What stands before and after the layers, without these. begins, ends: whether this stage has either."""
         weights, spec, hidden, embed_dim = self.weights, self.spec, self.spec.hidden_size, self.spec.embed_dim
         ropes = {layer.position for layer in spec.layers if isinstance(layer.position, Rope)}
-        dense = self.backend.linear
         return Stack(
             spec=spec,
             embedding=embedding if begins else None,
-            project_in=dense(weights.rows("project_in", (hidden, embed_dim))) if embed_dim and begins else None,
+            project_in=self._whole("project_in", hidden, embed_dim) if embed_dim and begins else None,
             positions=self._positions() if begins else None,
             rotaries={rope: Rotary(rope, weights.device) for rope in ropes},
             embed_norm=self.norm("embed_norm", hidden) if spec.embed_norm and begins else None,
             layers=(),
             final_norm=self.norm("final_norm", hidden) if spec.final_norm and ends else None,
-            project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim and ends else None,
+            project_out=self._whole("project_out", embed_dim, hidden) if embed_dim and ends else None,
             per_layer=self._per_layer_embedding() if begins else None,
         )
+
+    def _whole(self, role: str, outputs: int, inputs: int) -> LinearFormat:
+        """A small linear layer that every rank has whole."""
+        return load_dense(self.weights, [self.weights.piece(role, (outputs, inputs))], self.backend.linear)
 
     def _attention_of(self, layer: int) -> Attention | None:
         """All layers share theirs, but for those that have sinks, chunks, or scales of keys and values.
@@ -176,12 +182,15 @@ class StackLoader:
 
     def norm(self, role: str, size: int) -> Norm:
         """The norm called `role`, over `size` features, replicated on every rank."""
-        kind, weight = self.spec.norm, self.weights.vector(role, size)
+        kind, weight, bias, offset = self.spec.norm, self.weights.vector(role, size), None, 0.0
         if isinstance(kind, LayerNormSpec):
             bias = self.weights.bias(role, size) if kind.bias else None
-            return self.backend.norm(weight, bias, kind.eps, is_centred=True)
-        # In float32: near 1 the checkpoint's dtype has no room for what is stored as a distance from 1.
-        return self.backend.norm(weight.float() + 1 if kind.unit_offset else weight, None, kind.eps, is_centred=False)
+        elif kind.unit_offset:  # in float32: near 1 the checkpoint's dtype has no room for a distance from 1
+            weight, offset = weight.float() + 1, 1.0
+        norm = self.backend.norm(weight, bias, kind.eps, is_centred=isinstance(kind, LayerNormSpec))
+        if self.weights.adapting is None:
+            return norm
+        return self.weights.adapting.norm(norm, self.weights.all_names(role), weight, bias, offset)
 
     def _plain_norm(self, size: int) -> Norm:
         """The root mean square norm without weights."""
@@ -226,18 +235,16 @@ class StackLoader:
         kind, hidden = self.spec.per_layer_inputs, self.spec.hidden_size
         if kind is None:
             return None
-        gate = self.backend.linear(self.weights.rows("per_layer_gate", (kind.dim, hidden)))
-        out = self.backend.linear(self.weights.rows("per_layer_out", (hidden, kind.dim)))
+        gate, out = self._whole("per_layer_gate", kind.dim, hidden), self._whole("per_layer_out", hidden, kind.dim)
         return PerLayerBlock(gate, out, self.norm("per_layer_post_norm", hidden), kind, place)
 
     def _per_layer_embedding(self) -> PerLayerEmbedding | None:
         spec, kind = self.spec, self.spec.per_layer_inputs
         if kind is None:
             return None
-        projection = self.weights.rows("per_layer_in", (spec.num_layers * kind.dim, spec.hidden_size))
         return PerLayerEmbedding(
             load_per_layer_table(self.weights, spec, kind),
-            self.backend.linear(projection),
+            self._whole("per_layer_in", spec.num_layers * kind.dim, spec.hidden_size),
             self.norm("per_layer_in_norm", kind.dim),
             spec,
         )
@@ -312,10 +319,10 @@ class StackLoader:
         spec, weights, make_linear = self.spec, self.weights, self.backend.linear
         inner, hidden = spec.num_heads * spec.head_dim, spec.hidden_size
         part = [weights.shard.range(inner)]
-        kv = [weights.linear(role, (inner, hidden), rows=part) for role in ("cross_k", "cross_v")]
+        kv = [weights.piece(role, (inner, hidden), rows=part) for role in ("cross_k", "cross_v")]
         return CrossBlock(
             q=load_column(weights, "cross_q", (inner, hidden), make_linear, bias=False),
-            kv=ColumnLinear(stacked(kv, make_linear), None),
+            kv=ColumnLinear(load_linear(weights, kv, make_linear), None),
             out=load_row(weights, "cross_out", (hidden, inner), make_linear, bias=False),
             attention=self._attending(Scores(spec.attention_scale), self.cache),
             spec=spec,
@@ -355,9 +362,10 @@ class StackLoader:
         parts = {"q": (queries, self._in_q(heads, kv.dim)), "k": (kv.count, kv_part)}
         if not layer.keys_are_values:
             parts["v"] = (kv.count, kv_part)
-        matrices, biases = [], []
+        pieces, biases = [], []
         for role, (count, part) in parts.items():
-            matrices.append(weights.linear(role, (count * kv.dim, inputs), rows=part))
+            pieces.append(weights.piece(role, (count * kv.dim, inputs), rows=part))
             if spec.qkv_bias:
                 biases.append(weights.bias(role, count * kv.dim, ranges=part))
-        return ColumnLinear(stacked(matrices, self.backend.linear), torch.cat(biases) if biases else None)
+        matrix = load_linear(weights, pieces, self.backend.linear)
+        return ColumnLinear(matrix, torch.cat(biases) if biases else None)

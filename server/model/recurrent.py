@@ -32,7 +32,7 @@ from server.backends.protocol import (
 )
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Weights, merged
-from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
+from server.layers.linear import ColumnLinear, Matrix, RowLinear, load_column, load_dense, load_linear, load_row
 from server.model.layer import LayerStep, Mixer
 from server.ranks.collectives import Shard
 
@@ -122,11 +122,12 @@ def _load_split(
 ) -> tuple[ColumnLinear, LinearFormat]:
     """From one tensor for channels, one for gates, and two for what every head needs one number of."""
     hidden, inner = spec.hidden_size, kind.num_heads * kind.value_dim
-    qkv = weights.linear("delta_qkv", (kind.channels, hidden), rows=channels)
-    z = weights.linear("delta_z", (inner, hidden), rows=values)
+    qkv = weights.piece("delta_qkv", (kind.channels, hidden), rows=channels)
+    z = weights.piece("delta_z", (inner, hidden), rows=values)
     part = [(heads.start, heads.stop)]
-    ba = torch.cat([weights.rows(role, (kind.num_heads, hidden), part) for role in ("delta_b", "delta_a")])
-    return ColumnLinear(stacked([qkv, z], backend.linear), None), backend.linear(ba)
+    ba = [weights.piece(role, (kind.num_heads, hidden), rows=part) for role in ("delta_b", "delta_a")]
+    qkvz = ColumnLinear(load_linear(weights, [qkv, z], backend.linear), None)
+    return qkvz, load_dense(weights, ba, backend.linear)
 
 
 def _load_grouped(
@@ -151,8 +152,9 @@ def _load_grouped(
         bias=False,
         ranges=_of_groups(key_heads, sizes),
     )
-    ba = weights.rows("delta_ba", (2 * kind.num_heads, spec.hidden_size), _of_groups(key_heads, [share, share]))
-    return qkvz, backend.linear(ba)
+    groups = _of_groups(key_heads, [share, share])
+    ba = weights.piece("delta_ba", (2 * kind.num_heads, spec.hidden_size), rows=groups)
+    return qkvz, load_dense(weights, [ba], backend.linear)
 
 
 def _of_groups(groups: range, sizes: list[int]) -> Ranges:

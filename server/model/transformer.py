@@ -26,7 +26,7 @@ from server.arch.footprint import least_step_bytes
 from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, QueryScale, Rope
 from server.arch.stages import Stage
 from server.arch.windows import largest_window
-from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
+from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta, TokenAdapters
 from server.layers.embedding import Embedding, Head, vocab_share
 from server.layers.per_layer import PerLayerEmbedding
 from server.layers.position import Rotary, query_scales
@@ -143,6 +143,7 @@ class Transformer:
     head: Head | None  # the last stage has it
     cache: KvFormat = AS_COMPUTED
     kv_placement: KvPlacement = field(default_factory=KvOnDevice)
+    adapters: TokenAdapters = field(default_factory=TokenAdapters)  # what adapted layers read
 
     def run(self, forward: Forward, kv_caches: Sequence[Kept]) -> Carried:
         """The hidden states behind the last layer. kv_caches: one [2, B, K, P, W] per layer, written to.
@@ -152,11 +153,13 @@ class Transformer:
         with self.kv_placement.step(forward):
             encoded, before = None, forward.carried
             if forward.encoding is not None:
-                encoded = self._encode(forward.encoding, kv_caches) if before is None else before.encoded
-                assert encoded is not None, "an earlier stage hands on what its encoder made"
-                self._remember(encoded, forward.encoding, kv_caches)
+                with self.adapters.of(forward.encoding.meta.adapters):
+                    encoded = self._encode(forward.encoding, kv_caches) if before is None else before.encoded
+                    assert encoded is not None, "an earlier stage hands on what its encoder made"
+                    self._remember(encoded, forward.encoding, kv_caches)
             hidden = None if before is None else before.hidden
-            return Carried(self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross, hidden), encoded)
+            with self.adapters.of(forward.meta.adapters):
+                return Carried(self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross, hidden), encoded)
 
     def _encode(self, encoding: Encoding, kv_caches: Sequence[Kept]) -> Tensor:
         """Read prompts, each token seeing its whole prompt: [E, D]."""
@@ -169,10 +172,11 @@ class Transformer:
             assert isinstance(kv, Tensor), "a layer of an encoder-decoder has blocks alone"
             layer.remember(encoded, kv, encoding.meta)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] → [R, Vl]. See `Head`."""
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """hidden [R, D] → [R, Vl]. See `Head`. adapters: which the rows have."""
         assert self.head is not None, "the last stage has the head"
-        return self.head(hidden[:, : self.width] if self.decoder.taps else hidden)
+        with self.adapters.of(adapters):
+            return self.head(hidden[:, : self.width] if self.decoder.taps else hidden)
 
     def tapped(self, taps: Sequence[int]) -> Transformer:
         """The same model, which gives the residual stream before these layers behind its hidden states."""

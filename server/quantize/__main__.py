@@ -18,11 +18,16 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m server.quantize JOB", file=sys.stderr)
         return 2
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _leave)
+    heed_signals()
     from server.quantize import command
 
     return command.main(argv[0])
+
+
+def heed_signals() -> None:
+    """End at a signal as if the program ended by itself, and say so."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _leave)
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from server.arch.windows import Ring
 from server.backends.device import Device
-from server.backends.protocol import Rewind, StepMeta
+from server.backends.protocol import Rewind, StepMeta, TokenAdapters
 from server.blocks import num_blocks
 from server.stepping.sequences import Growth, SequenceState, StepRuns, TokenRun
 
 # The columns of `Tables.entries`: the prompt's length, of an encoder-decoder the row of the encoder's blocks and the
-# tokens that they hold, and then the blocks.
-PROMPT_LENGTH, ENCODER_ROW, ENCODER_LENGTH, BLOCKS = range(4)
+# tokens that they hold, the row of its adapter, and then the blocks.
+PROMPT_LENGTH, ENCODER_ROW, ENCODER_LENGTH, ADAPTER, BLOCKS = range(5)
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Tables:
 
     def add(self, added: Sequence[SequenceState], device: Device) -> None:
         """Fill the rows of new sequences, from one upload."""
-        new = [[s.row, s.prompt_length, s.encoder_row, len(s.encoder_tokens), *s.blocks] for s in added] + [
-            [s.encoder_row, len(s.encoder_tokens), s.encoder_row, 0, *s.encoder_blocks]
+        new = [[s.row, s.prompt_length, s.encoder_row, len(s.encoder_tokens), s.adapter, *s.blocks] for s in added] + [
+            [s.encoder_row, len(s.encoder_tokens), s.encoder_row, 0, s.adapter, *s.encoder_blocks]
             for s in added
             if s.encoder_blocks
         ]
@@ -164,11 +164,13 @@ class Tables:
         """
         self.last_tokens.index_copy_(0, rows, token_ids)
 
-    def decodes(self, rows: Tensor, positions: Tensor, are_real: Tensor, *, has_encoder: bool) -> Forward:
+    def decodes(
+        self, rows: Tensor, positions: Tensor, are_real: Tensor, *, has_encoder: bool, has_adapters: bool = False
+    ) -> Forward:
         """The next token of the sequences in `rows` [S], which stands at `positions` [S].
 
-        are_real: [S] 1 for a sequence, 0 for what fills up the batch. In tensors alone, so that a captured step lays
-        itself out: what only the host knows is left empty.
+        are_real: [S] 1 for a sequence, 0 for what fills up the batch. has_adapters: whether any has one. In tensors
+        alone, so that a captured step lays itself out: what only the host knows is left empty.
         """
         entries = self.entries.index_select(0, rows)
         meta = StepMeta(
@@ -184,6 +186,7 @@ class Tables:
             block_tables=entries[:, BLOCKS:],
             rows=rows,
             ring_tables=self._rings_of(rows, self.width),
+            adapters=TokenAdapters(entries[:, ADAPTER].contiguous()) if has_adapters else None,
         )
         cross = None
         if has_encoder:
@@ -200,7 +203,8 @@ class Tables:
         numbers = device.upload(layout.numbers)
         starting = [run.sequence for run in plan.chunks if run.start == 0] if has_encoder else []
         rows, _, _, sample_rows, sample_at, _ = layout.split(numbers)
-        token_ids, meta = self.step(layout, numbers)
+        present = sorted({run.sequence.adapter for run in runs} - {0})
+        token_ids, meta = self.step(layout, numbers, present)
         forward = Forward(
             runs=runs,
             token_ids=token_ids,
@@ -209,16 +213,16 @@ class Tables:
                 context_lengths=[run.start + run.length for run in runs],
                 rewind=self._rewind(plan, layout.starts, device),
             ),
-            encoding=self._encoding(starting, device) if starting else None,
+            encoding=self._encoding(starting, device, present) if starting else None,
             cross=self._cross(runs, rows, meta) if has_encoder else None,
         )
         return StepInput(forward, plan.sampled, sample_at, sample_rows)
 
-    def step(self, layout: Layout, numbers: Tensor) -> tuple[Tensor, StepMeta]:
+    def step(self, layout: Layout, numbers: Tensor, present: Sequence[int] = ()) -> tuple[Tensor, StepMeta]:
         """The token ids [T] of a step and where they stand; each sees its sequence up to itself.
 
-        numbers: `layout.numbers`, on the device. In tensors alone but for sizes, as in `decodes`; a sequence in row 0
-        fills up.
+        numbers: `layout.numbers`, on the device; present: the rows of adapters that sequences have. In tensors alone
+        but for sizes, as in `decodes`; a sequence in row 0 fills up.
         """
         rows, firsts, starts, _, _, token_ids = layout.split(numbers)
         places = torch.arange(layout.starts[-1], device=numbers.device)
@@ -239,6 +243,7 @@ class Tables:
             block_tables=entries[:, BLOCKS : BLOCKS + layout.blocks],
             rows=rows,
             ring_tables=self._rings_of(rows, layout.blocks),
+            adapters=TokenAdapters(entries[:, ADAPTER].index_select(0, owners), present) if present else None,
         )
         return torch.cat([self.last_tokens.index_select(0, rows[: layout.num_decodes]), token_ids]), meta
 
@@ -266,17 +271,22 @@ class Tables:
             parts.append((device.upload(places), self.step(layout, device.upload(layout.numbers))[1]))
         return parts
 
+    def adapters_of(self, rows: Tensor, runs: Sequence[TokenRun]) -> TokenAdapters | None:
+        """Those of the sequences in `rows` [R], which these runs are of; None: none has one."""
+        present = sorted({run.sequence.adapter for run in runs} - {0})
+        return TokenAdapters(self.entries[:, ADAPTER].index_select(0, rows), present) if present else None
+
     def _rings_of(self, rows: Tensor, blocks: int) -> Tensor | None:
         """The tables [S, blocks] of windowed layers for the sequences in `rows` [S]."""
         return None if self.rings is None else self.rings[:, :blocks].index_select(0, rows)
 
-    def _encoding(self, sequences: list[SequenceState], device: Device) -> Encoding:
+    def _encoding(self, sequences: list[SequenceState], device: Device, present: Sequence[int]) -> Encoding:
         """The prompts of `sequences`, each token seeing all of its prompt."""
         lengths = [len(s.encoder_tokens) for s in sequences]
         token_ids = [id for s in sequences for id in s.encoder_tokens]
         spans = [(s.encoder_row, 0, length) for s, length in zip(sequences, lengths, strict=True)]
         layout = Layout.of(spans, token_ids)
-        ids, meta = self.step(layout, device.upload(layout.numbers))
+        ids, meta = self.step(layout, device.upload(layout.numbers), present)
         return Encoding(ids, replace(meta, context_lengths=lengths, visible=meta.prompt_lengths), sequences)
 
     def _cross(self, runs: list[TokenRun], rows: Tensor, meta: StepMeta) -> StepMeta:

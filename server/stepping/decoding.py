@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from server.arch.footprint import LOGIT_ROWS
+from server.backends.protocol import StepMeta, TokenAdapters
 from server.stepping.batch import Forward
 from server.stepping.graphs import Form
 from server.stepping.sampling import choose_captured
@@ -17,14 +18,14 @@ from server.stepping.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Decoding:
-    """Of one model. hidden: a pass → [T, D]; logits: [R, D] → this rank's [R, Vl].
+    """Of one model. hidden: a pass → [T, D]; logits: [R, D] → this rank's [R, Vl], of rows that may have adapters.
 
     gives_hidden: whether the hidden states stand behind the tokens too. ahead: how many positions behind its own a
     token is chosen.
     """
 
     hidden: Callable[[Forward], Tensor]
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[..., Tensor]
     vocabulary: Vocabulary
     gives_hidden: bool = False
     ahead: int = 1
@@ -36,17 +37,20 @@ class Decoding:
             return hidden, forward.meta.positions + self.ahead, forward.token_ids
         behind = (hidden,) if self.gives_hidden else ()
         if form is Form.SAMPLED:
-            return *self._sampled(hidden, settings, forward.meta.positions + self.ahead), *behind
+            return *self._sampled(hidden, settings, forward.meta), *behind
         # What a sampler does for plain tokens, and nothing else: a graph repeats every operator.
-        best = self.vocabulary.summarise(self.logits(hidden), 1)
+        best = self.vocabulary.summarise(self._logits(hidden, forward.meta.adapters), 1)
         return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1), *behind
 
-    def _sampled(self, hidden: Tensor, settings: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def _logits(self, hidden: Tensor, adapters: TokenAdapters | None) -> Tensor:
+        return self.logits(hidden) if adapters is None else self.logits(hidden, adapters)
+
+    def _sampled(self, hidden: Tensor, settings: Tensor, meta: StepMeta) -> tuple[Tensor, ...]:
         """The next tokens and their log-probabilities, from a few rows of logits at a time."""
-        parts = [
-            choose_captured(self.vocabulary, self.logits(rows), part, at)
-            for rows, part, at in zip(
-                hidden.split(LOGIT_ROWS), settings.split(LOGIT_ROWS, dim=1), positions.split(LOGIT_ROWS), strict=True
-            )
-        ]
+        positions, parts = meta.positions + self.ahead, []
+        for first in range(0, len(hidden), LOGIT_ROWS):
+            some = slice(first, first + LOGIT_ROWS)
+            adapters = None if meta.adapters is None else meta.adapters.at(some)
+            logits = self._logits(hidden[some], adapters)
+            parts.append(choose_captured(self.vocabulary, logits, settings[:, some], positions[some]))
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from server.adapters.adapters import Adapters
 from server.backends.device import Device, Event
-from server.backends.protocol import Backend, GraphCapture
+from server.backends.protocol import Backend, GraphCapture, TokenAdapters
 from server.blocks import num_blocks
 from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
@@ -72,8 +73,10 @@ class Engine:
         moved_bytes: Callable[[], int] = lambda: 0,
         neighbours: Neighbours | None = None,
         proposer: Proposer | None = None,
+        adapters: Adapters | None = None,
     ):
         self.model = model
+        self.adapters = adapters
         self.proposer = proposer
         self.neighbours = neighbours or NoNeighbours()
         self.moved_bytes = moved_bytes
@@ -120,6 +123,7 @@ class Engine:
             most=max(sequences, 0 if self.kv_shape.bytes_per_sequence and sequences else LEAST_SEQUENCES),
             most_at_once=NOTHING if (ring := self.kv_shape.ring) is None else ring.most_at_once,
             has_states=self.model.has_states,
+            num_adapters=0 if self.adapters is None else self.adapters.num_rows,
         )
         rows, shape = self._sequences.num_rows, self.kv_shape
         rings = allocate_rings(shape, rows - 1, self.device)
@@ -159,7 +163,11 @@ class Engine:
         carried = None if stage.is_first else torch.empty(0, width, dtype=dtype, device=self.device.torch_device)
         decode = Decoding(self._hidden, self.model.logits, self._vocabulary, gives_hidden=self._reads_features)
         decodes = DecodeGraphs(
-            capture, decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
+            *(capture, decode, self.device, tables),
+            most=most,
+            has_encoder=self.has_encoder,
+            carried=carried,
+            has_adapters=self.adapters is not None,
         )
         # A recurrence in stock operators asks the host where prompts end.
         is_plain = not self.has_encoder and stage.count == 1 and not any(self.kv_shape.states)
@@ -244,6 +252,7 @@ class Engine:
         assert self._sequences is not None and self._tables is not None, "the router warms up before it steps"
         started = Clock(self.device)
         try:
+            self._place_adapters(request)  # before all else that may fail: no row keeps what it is thought not to have
             copied = self._ring_blocks(request.copied_ids, request.copied_places, request.copied_blocks)
             plan = self._sequences.apply(request)
             if plan.added:
@@ -267,6 +276,27 @@ class Engine:
         except BaseException:
             self._sequences.drop(request)
             raise
+
+    def _place_adapters(self, request: pb.StepRequest) -> None:
+        """Have rows hold what the step says. Raises StepError, also for sequences whose row is empty."""
+        if self.adapters is None:
+            if request.adapters:
+                raise StepError("the step has adapters, but this shard serves none")
+            return
+        if request.reset:
+            self.adapters.clear()
+        try:
+            self.adapters.place((place.row, place.key) for place in request.adapters)
+        except ValueError as error:
+            raise StepError(str(error)) from error
+        for new in request.add:
+            if new.adapter and new.adapter not in self.adapters.rows:
+                raise StepError(f"sequence {new.id} has its adapter in row {new.adapter}, which is empty")
+
+    def _captures_adapters(self, plan: StepRuns) -> bool:
+        """Whether a captured step computes what the adapters of these sequences change, or none has one."""
+        rows = {run.sequence.adapter for run in (*plan.decodes, *plan.uploaded)} - {0}
+        return not rows or (self.adapters is not None and self.adapters.are_capturable(rows))
 
     @property
     def _reads_features(self) -> bool:
@@ -350,7 +380,7 @@ class Engine:
 
     def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
         self.neighbours.take_tokens([*plan.decodes, *plan.drafts], tables)
-        if self._graphs is not None:
+        if self._graphs is not None and self._captures_adapters(plan):
             if not (plan.chunks or plan.drafts) and self._graphs.decodes.takes(len(plan.decodes)):
                 return self._run_graph(plan, tables, self._graphs.decodes, started)
             if self._graphs.mixed is not None and self._graphs.mixed.takes(plan):
@@ -405,9 +435,12 @@ class Engine:
         which of the hidden states are theirs, where they are those of all tokens; they are gathered a few at a time.
         """
         hidden, positions, previous, rows = found
+        adapters = tables.adapters_of(rows, runs)
         chosen = self._choose(
             [row for run in runs for row in run.rows],
-            lambda part: self.model.logits(hidden[part if at is None else at[part]]),
+            lambda part: self.model.logits(
+                hidden[part if at is None else at[part]], None if adapters is None else adapters.at(part)
+            ),
             positions=positions,
             previous=previous,
             allowed=plan.allowed,
@@ -628,8 +661,11 @@ class Model(Protocol):
     def run(self, forward: Forward, kv_caches: Sequence[Kept]) -> Carried:
         """The hidden states [T, D] of a step's tokens behind the last layer; their keys and values are kept."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] → this rank's logits [R, Vl], float32 or the model's dtype, the caller's to change."""
+    def logits(self, hidden: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        """hidden [R, D] → this rank's logits [R, Vl], float32 or the model's dtype, the caller's to change.
+
+        adapters: which the rows have; None: none has one.
+        """
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ the start-up table says which rank failed, and why.
 Drafts stand where prompts do, as long as there is room for the tokens that they yield.
 
 Left out: prompts with many tokens, whose computation outlasts its launching; prompts whose log-probabilities are asked
-for; mixed steps of encoder-decoders; models that cannot be captured, which the backend names beforehand; and a device
-that a failed capture took with it, which raises on its rank and ends the server.
+for; mixed steps of encoder-decoders, and with adapters; models that cannot be captured, which the backend names
+beforehand; and a device that a failed capture took with it, which raises on its rank and ends the server.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class DecodeGraphs:
     """The captured decode steps of one engine, for as long as its tables are there.
 
     most: sequences at once. carried: [0, D] of the kind of what the stage before hands on, in a later pipeline stage.
+    has_adapters: whether sequences may have some.
     """
 
     def __init__(
@@ -81,14 +82,17 @@ class DecodeGraphs:
         most: int,
         has_encoder: bool,
         carried: Tensor | None = None,
+        has_adapters: bool = False,
     ):
         self._carried = carried
+        # Steps in which no sequence has an adapter are captured apart, and cost what they do without adapters.
+        self._kinds = (False, True) if has_adapters else (False,)
         self._capture = capture
         self._decode = decode
         self._device = device
         self._tables = tables
         self._has_encoder = has_encoder
-        self._graphs: dict[tuple[int, Form], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, Form, bool], DecodeGraph] = {}
         # Up to the first that takes all sequences.
         self._sizes = capture.sizes[: bisect_left(capture.sizes, most) + 1]
 
@@ -106,8 +110,8 @@ class DecodeGraphs:
         return [partial(self._prepare, size) for size in reversed(self._sizes)]
 
     def _prepare(self, size: int) -> None:
-        for form in Form:
-            self._graph(size, form)
+        for form, adapts in product(Form, self._kinds):
+            self._graph(size, form, adapts=adapts)
 
     def form_of(self, runs: Sequence[TokenRun]) -> Form:
         """The form of the step that chooses the next tokens of these sequences."""
@@ -119,14 +123,15 @@ class DecodeGraphs:
     def run(self, runs: Sequence[TokenRun], form: Form, carried: Carried | None = None) -> tuple[Tensor, ...]:
         """The results for each sequence of `runs`, then the sequences' rows [S]; all valid until the next run."""
         inputs = [(sequence.row, start) for sequence, start, _, _ in runs]
-        graph = self._graph(self._size(len(runs)), form)
+        adapts = any(run.sequence.adapter for run in runs)
+        graph = self._graph(self._size(len(runs)), form, adapts=adapts)
         if graph.inputs != inputs:
             graph.fill(inputs)
         if form is Form.SAMPLED:
             graph.choose_by([run.sequence.choice for run in runs])
         graph.carry(carried)
         graph.inputs = []  # unknown, should the step fail
-        graph.replay = graph.replay or self._capture(self._step(graph, form))
+        graph.replay = graph.replay or self._capture(self._step(graph, form, adapts=adapts))
         results = graph.replay()
         graph.inputs = [(row, position + 1) for row, position in inputs]
         return tuple([result[: len(runs)] for result in results])
@@ -134,20 +139,22 @@ class DecodeGraphs:
     def _size(self, batch_size: int) -> int:
         return next((size for size in self._sizes if size >= batch_size), batch_size)
 
-    def _graph(self, size: int, form: Form) -> DecodeGraph:
+    def _graph(self, size: int, form: Form, *, adapts: bool) -> DecodeGraph:
         """The graph of this size and form; captured, unless that computes: then it waits for its inputs."""
-        if (size, form) not in self._graphs:
+        if (size, form, adapts) not in self._graphs:
             graph = DecodeGraph(size, self._device, self._carried)
             if not self._capture.computes:
-                graph.replay = self._capture(self._step(graph, form))
-            self._graphs[size, form] = graph
-        return self._graphs[size, form]
+                graph.replay = self._capture(self._step(graph, form, adapts=adapts))
+            self._graphs[size, form, adapts] = graph
+        return self._graphs[size, form, adapts]
 
-    def _step(self, graph: DecodeGraph, form: Form) -> Computation:
+    def _step(self, graph: DecodeGraph, form: Form, *, adapts: bool) -> Computation:
         rows, positions, are_real = graph.numbers
 
         def step() -> tuple[Tensor, ...]:
-            forward = self._tables.decodes(rows, positions, are_real, has_encoder=self._has_encoder)
+            forward = self._tables.decodes(
+                rows, positions, are_real, has_encoder=self._has_encoder, has_adapters=adapts
+            )
             if graph.carried is not None:
                 forward = replace(forward, carried=Carried(graph.carried))
             results = self._decode(forward, form, graph.settings)
@@ -226,6 +233,7 @@ class MixedGraphs:
             and _decodes_for(plan) <= self._decodes[-1]
             and sum(run.length for run in plan.uploaded) <= self._tokens[-1]
             and not any(run.reported for run in plan.chunks)
+            and not any(run.sequence.adapter for run in (*plan.decodes, *plan.uploaded))
         )
 
     def captures(self) -> list[Callable[[], None]]:

@@ -113,17 +113,21 @@ def counted(logprobs: Sequence[float], wanted: int) -> int:
 
 
 def reported_tokens(
-    forward: Forward, hidden: Tensor, logits: Callable[[Tensor], Tensor], vocabulary: Vocabulary, device: Device
+    forward: Forward, hidden: Tensor, logits: Callable[..., Tensor], vocabulary: Vocabulary, device: Device
 ) -> dict[int, Reported]:
-    """By sequence. hidden: [T, D] of the step; logits: of some rows of it."""
+    """By sequence. hidden: [T, D] of the step; logits: of some rows of it, which may have adapters."""
     found = {}
     for run, start in zip(forward.runs, forward.meta.query_starts, strict=False):
         if wanted := run.reported:
             first = start + wanted.start - 1 - run.start  # the row before the first token
             rows = hidden[first : first + len(wanted)].split(LOGIT_ROWS)
             ids = device.upload(run.sequence.prompt[wanted.start : wanted.stop]).split(LOGIT_ROWS)
-            n = candidates_of(run)
-            parts = [_report(logits(some), of, n, vocabulary) for some, of in zip(rows, ids, strict=True)]
+            n, adapters = candidates_of(run), forward.meta.adapters
+            own = () if adapters is None else (adapters.at(slice(first, first + len(wanted))),)
+            parts = [
+                _report(logits(some, *(one.at(slice(len(some))) for one in own)), of, n, vocabulary)
+                for some, of in zip(rows, ids, strict=True)  # of one sequence, whose tokens have one adapter
+            ]
             found[run.sequence.id] = parts[0] if len(parts) == 1 else _joined(parts)
     return found
 

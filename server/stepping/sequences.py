@@ -46,6 +46,7 @@ class SequenceState:
     encoder_blocks: Sequence[int]
     encoder_row: int  # of the device's tables, where the encoder's blocks are; without an encoder the same as `row`
     lane: int = 0  # the micro-batch in which it decodes
+    adapter: int = 0  # the row of its adapter; 0: it has none
     drafted_at: int = 0  # position of its draft whose outcome the router knows alone; 0: there is none
     drafted_token: int = 0  # the first token of that
     # Tokens behind the state at `spare` that are computed again, because guesses behind them were wrong.
@@ -220,6 +221,7 @@ class SequenceTable:
     most: int  # sequences at once
     most_at_once: int = NOTHING  # tokens of one in a step, so that they fit a ring
     has_states: bool = False  # whether any layer of the model is recurrent
+    num_adapters: int = 0  # rows of adapters
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -292,9 +294,10 @@ class SequenceTable:
         ]
 
     def drop(self, request: pb.StepRequest) -> None:
-        """Forget every sequence that a failed step touched."""
+        """Forget every sequence that a failed step touched, or that leaves with it."""
         if request.decode:
             self._forget([run.sequence.id for run in self._decodes(request)])
+        self._forget([*self.sequences] if request.reset else request.retire)
         drafted = [draft.id for draft in request.drafts]
         self._forget([*request.chunk_ids, *request.grown_ids, *drafted, *(new.id for new in request.add)])
 
@@ -396,6 +399,10 @@ class SequenceTable:
     def _check_new(self, new: pb.NewSequence) -> None:
         if new.id in self.sequences:
             raise StepError(f"sequence {new.id} is on this shard already")
+        if new.adapter > self.num_adapters:
+            raise StepError(
+                f"sequence {new.id} has its adapter in row {new.adapter}, but there are {self.num_adapters}"
+            )
         if bool(new.encoder_token_ids) != self.has_encoder:
             raise StepError(f"sequence {new.id} {'lacks' if self.has_encoder else 'has'} tokens for an encoder")
         if not new.token_ids or max([*new.token_ids, *new.encoder_token_ids]) >= self.vocabulary.size:
@@ -472,6 +479,7 @@ class SequenceTable:
             encoder_blocks=list(new.encoder_blocks),
             encoder_row=self.free_rows.pop() if self.has_encoder else row,
             lane=new.lane,
+            adapter=new.adapter,
         )
         return self.sequences[new.id]
 

@@ -155,8 +155,8 @@ def warm_up(
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free = max(0, min(free, _beside_a_step(engine, prefill_tokens, fraction)) - host_bytes)
-    state_bytes = shape.bytes_of_sequences(sequences)
-    room = partial(_room, engine, free - step_bytes - expected_bytes - state_bytes)
+    beside = shape.bytes_of_sequences(sequences) + (engine.adapters.budget if engine.adapters is not None else 0)
+    room = partial(_room, engine, free - step_bytes - expected_bytes - beside)
     if may_be_shorter:
         total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
     tokens = cache.choose_tokens(
@@ -177,7 +177,7 @@ def warm_up(
     times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
     products = engine.backend.measured_products()
-    num_states = sequences if state_bytes else 0
+    num_states = sequences if shape.bytes_per_sequence else 0
     return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times, num_states)
 
 

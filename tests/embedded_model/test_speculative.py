@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 
 import pytest
@@ -29,6 +30,20 @@ def test_a_step_changes_every_weight(target: Target, kind: str, monkeypatch: pyt
     make.take_step(student, make.optimizers_of(student), target.sees(ids, targets), 1.0)
     same = [name for name, weight in student.trained.items() if torch.equal(weight, fresh.trained[name])]
     assert [] == same
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shipped_ones_are_right_as_often_as_is_said(kind: str) -> None:
+    said = json.loads((make.FOLDER / "SPECULATIVE.json").read_text())[kind]
+    engine = acceptance.beside(make.FOLDER / kind, make.GUESSES)
+    found = acceptance.measured(engine, acceptance.answered(engine, 5, "greedy"), make.GUESSES)
+    assert found.accepted_length > 0.85 * said["accepted_length"]
+
+
+def test_the_shipped_ones_are_small() -> None:
+    files = [path for kind in KINDS for path in (make.FOLDER / kind).iterdir()]
+    assert sum(path.stat().st_size for path in files) < 2_000_000
 
 
 def test_what_they_learn_from_is_not_what_they_are_judged_by(target: Target) -> None:

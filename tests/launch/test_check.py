@@ -19,6 +19,7 @@ from benchmark.cost.devices import DatasheetDevice, capacity
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import shape
 from launch.commands import check as checking
+from launch.commands import model_check
 from launch.commands.check import examine, read_command
 from launch.commands.findings import Findings, render
 from launch.compatibility import docker, peers
@@ -28,6 +29,7 @@ from launch.errors import Refusal
 from launch.flags import read_command_line
 from launch.settings import read_settings
 from server.checkpoint import hub
+from tests.adapter_folders import adapter_folder
 from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given, setting_of
 from tests.ports import free_port
 from tests.running import ROOT, Server
@@ -81,8 +83,9 @@ def model_for(name: str, llama: Path) -> list[str]:
 
 @pytest.fixture
 def tracing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if OpenTelemetry were installed."""
+    """As if OpenTelemetry were installed, and no adapter on a hub that is not there."""
     monkeypatch.setattr(checking, "package_version", lambda package: "1.40")
+    monkeypatch.setattr(model_check, "parse_adapters", lambda texts: [])
 
 
 @pytest.mark.usefixtures("tracing")
@@ -142,12 +145,14 @@ def test_help_is_of_the_command() -> None:
 
 
 def test_all_problems_are_found_in_one_run(llama: Path) -> None:
-    words = ["--quantize", "gptq", "--num-shard", "8", "--lora-adapters", "x", "--max-total-tokens", "9000"]
-    found = check(["--", "--model-id", str(llama), *words, "--api-keys-file", "/no/file", "--colour", "red"])
+    words = ["--quantize", "gptq", "--num-shard", "8", "--ngrok", "--max-total-tokens", "9000"]
+    words += ["--lora-adapters", "/no/adapter", "--api-keys-file", "/no/file", "--colour", "red"]
+    found = check(["--", "--model-id", str(llama), *words])
     expected = [
         "--colour is not an option",
-        "--lora-adapters x is refused",
+        "--ngrok is refused",
         "--api-keys-file is /no/file, which is no file",
+        "--lora-adapters adapter: the adapter /no/adapter is not a folder",
         "--quantize is gptq, but config.json has no `quantization_config`",
         "the model has 4 attention heads, which --num-shard 8 does not divide",
         "max_total_tokens is 9000 but the model's longest sequence is 8192 tokens",
@@ -279,6 +284,16 @@ def test_what_proposes_tokens_is_looked_at(tmp_path: Path) -> None:
     assert "has no *.safetensors, which a speculative model must have" in check(argv).problems[0]
     (folder / "pytorch_model.bin").rename(folder / "medusa_lm_head.pt")
     assert "has no weights, but medusa_lm_head.pt, and *.pt is not read" in check(argv).problems[0]
+
+
+def test_adapters_are_looked_at(tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path / "alice")
+    argv, weights = ["--lora-adapters", str(folder)], folder / "adapter_model.safetensors"
+    assert [] == check(argv).problems and "whether the adapters go with the model" in check(argv).unchecked[0]
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "adapter_model.safetensors is damaged or incomplete" in check(argv).problems[0]
+    weights.rename(folder / "model.safetensors")
+    assert "alice has no weights: adapter_model.safetensors or adapter_model.bin must" in check(argv).problems[0]
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:

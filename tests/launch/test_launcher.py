@@ -17,13 +17,14 @@ from launch.errors import Refusal
 from launch.flags import refuse_misspelt, render_settings
 from launch.logs import Log
 from launch.machine import bind
-from launch.models import resolve_speculative_model
+from launch.models import resolve_adapters, resolve_speculative_model
 from launch.nodes import Layout
 from launch.router_process import RouterCommand
 from launch.shards import ShardCommands
 from router.config import RouterConfig
 from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
+from tests.adapter_folders import adapter_folder
 from tests.launch.test_settings import read
 from tests.running import ROOT
 
@@ -88,6 +89,39 @@ def test_a_speculative_model_may_have_a_revision_and_needs_no_tokenizer(tmp_path
     assert tmp_path == resolve_speculative_model(read(["--speculative-model", str(tmp_path)]), nothing, log)
     with pytest.raises(Refusal, match="some/heads is no folder here"):
         resolve_speculative_model(read(["--speculative-model", "some/heads@v1"]), nothing, log)
+
+
+def test_adapters_get_names_and_folders(tmp_path: Path) -> None:
+    log, offline = Log(Output(2), False), {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    folder = adapter_folder(tmp_path / "alice")
+    given = f"{folder},b/ob={folder}"
+    assert [("alice", folder), ("b/ob", folder)] == resolve_adapters(read(["--lora-adapters", given]), offline, log)
+    settings = read([], {"LORA_ADAPTERS": given})
+    assert [("alice", folder), ("b/ob", folder)] == resolve_adapters(settings, offline, log)
+    with pytest.raises(Refusal) as refusal:
+        resolve_adapters(read(["--lora-adapters", f"some/one@v1,tgi={folder},x={tmp_path}/no"]), offline, log)
+    expected = [
+        "some/one: some/one is no folder here, is not in the cache",
+        "tgi is the model's own",
+        "x: the adapter /",
+    ]
+    found = [problem.removeprefix("--lora-adapters").lstrip(" :") for problem in refusal.value.problems]
+    assert expected == [problem[: len(start)] for problem, start in zip(found, expected, strict=True)]
+
+
+def test_each_process_is_told_of_adapters(tmp_path: Path) -> None:
+    argv = ("--lora-adapters", "a=/a,b=/b", "--adapter-dir", str(tmp_path), "--adapter-memory", "0.5")
+    _, shards = written_configs(tmp_path, *argv)
+    assert {(True, 0.5, 4.0, 64)} == {
+        (s.has_adapters, s.adapter_memory, s.adapter_host_memory, s.max_adapters) for s in shards
+    }
+    model = ResolvedModel(tmp_path, tmp_path, tmp_path, "abc")
+    with bind("127.0.0.1", 0) as listener:
+        command = RouterCommand(read(argv), Layout(1), model, listener, [("a", Path("/a")), ("b", Path("/b"))])
+        command.router_config(1, ("s",)).save(tmp_path / "router.json")
+    told = RouterConfig.load(tmp_path / "router.json")
+    assert (True, (("a", "/a"), ("b", "/b"))) == (told.has_adapters, told.adapters)
+    assert (str(tmp_path), 0.5) == (told.adapter_dir, told.adapter_memory)
 
 
 def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import DEMO, LauncherConfig
+from launch.config import DEMO, AdapterSource, LauncherConfig, parse_adapters
 from launch.errors import Refusal
 from launch.flags import build_parser, render_settings
 from launch.machine import storage_warnings
 from launch.settings import Settings, public_settings
 from launcher import prepare
-from router.config import RouterConfig
+from router.config import ADAPTER_NAME_RULE, RouterConfig
 from server.config import QUANTIZE_REFUSED, ShardConfig
 from tests.running import ROOT
 
@@ -28,6 +28,11 @@ TWO_SOURCES = (
     "one of them out"
 )
 NOT_USED = "speculate is 0, so nothing could use speculative_model: raise it, or leave one of them out"
+NO_FOLDER = (
+    "allow_adapter_changes is set but there is no adapter_dir, below which all must lie that is loaded: give the "
+    "folder, or leave allow_adapter_changes out"
+)
+NO_ADAPTER = "is neither ID nor NAME=ID, of which a repository may have @REVISION behind it"
 SHARES = "give a share such as 40%, or a size such as 6GB, 500MB or 5.5GiB"
 LARGEST = "the largest allowed value is 2147483647"
 
@@ -50,6 +55,17 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert 128 == settings.values["max_concurrent_requests"]
     assert str(DEMO) == settings.values["model_id"]
     assert {"default"} == {source for name, source in settings.sources.items() if name != "device"}
+
+
+def test_adapters_are_named_as_tgi_names_them() -> None:
+    given = read(["--lora-adapters", "org/one, two=/a@b/c", "--lora-adapters", "three=org/three@v1,/d/four"])
+    assert [
+        AdapterSource("org/one", "org/one"),
+        AdapterSource("two", "/a@b/c"),
+        AdapterSource("three", "org/three", "v1"),
+        AdapterSource("four", "/d/four"),
+    ] == parse_adapters(given.values["lora_adapters"])
+    assert given.has_adapters and not read().has_adapters
 
 
 def test_a_value_knows_where_it_is_from() -> None:
@@ -151,6 +167,20 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--speculative-method", "eagle3"], {}, NO_MODEL),
         (["--speculative-method", "mtp", "--speculative-model", "m"], {}, TWO_SOURCES),
         (["--speculate", "0", "--speculative-model", "m"], {}, NOT_USED),
+        (["--allow-adapter-changes"], {}, NO_FOLDER),
+        (["--adapter-dir", "/no"], {}, "--adapter-dir is /no, which is no folder: make it first, or check the path"),
+        *[
+            (["--lora-adapters", given], {}, f"--lora-adapters is {given}: {sentence}")
+            for given, sentence in (
+                ("a=b=c", f"'a=b=c' {NO_ADAPTER}"),
+                ("a@", f"'a@' {NO_ADAPTER}"),
+                ("a=", f"'a=' {NO_ADAPTER}"),
+                ("=/a", f"'' cannot be an adapter's name: {ADAPTER_NAME_RULE}"),
+                ("../..", f"'..' cannot be an adapter's name: {ADAPTER_NAME_RULE}"),
+                ("a b=/x", f"'a b' cannot be an adapter's name: {ADAPTER_NAME_RULE}"),
+                ("/x/a,a=b/c", "two adapters are called a: write NAME=ID with names of their own"),
+            )
+        ],
         (["--speculate", "17"], {}, "--speculate is 17: the largest allowed value is 16"),
         ([], {"SPECULATE": "x"}, "--speculate is x: give a whole number (from environment SPECULATE)"),
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of auto, 1, 2, 4, 8"),

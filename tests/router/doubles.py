@@ -13,23 +13,26 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from router.batching.adapter_mover import AdapterMover
 from router.batching.batcher import Batcher
 from router.errors import GenerationError
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
+from router.scheduling.adapters import Adapter, AdapterRows
 from router.scheduling.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Mask, Match, OnAnswer
 from router.scheduling.limits import Limits
 from router.scheduling.request import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
 from router.shards.wire import token_mask
 from router.telemetry.metrics import Metrics, StepTrace
 from router.text.tokenizer import ModelTokenizer
-from tests.router.fake_shards import FakeShardedClient, allowed_ids, fake_next_token
+from tests.router.fake_shards import FakeShardedClient, adapter_seed, allowed_ids, fake_next_token
 
 EOS = 256  # in byte_tokenizer
 # Of a model with states: blocks from one place where they are kept to the next, and blocks that they take. Of one with
@@ -114,6 +117,8 @@ def fake_shards(limits: Limits, **overrides: Any) -> FakeShardedClient:
             "checkpoint_blocks": limits.checkpoint_blocks,
             "window_blocks": limits.window_blocks,
             "most_at_once": limits.most_at_once,
+            "adapter_rows": limits.adapter_rows,
+            "adapter_bytes": limits.adapter_bytes,
             **overrides,
         }
     )
@@ -124,18 +129,25 @@ def request_of(prompt: Sequence[int] | int, max_new_tokens: int = 4, seed: int =
     return ValidRequest(token_ids, max_new_tokens, Sampling(do_sample=seed != 0, seed=seed), **fields)
 
 
+def adapter_of(number: int, content: str = "") -> Adapter:
+    """One of many, whose folder is `/number`."""
+    key = blake2b(f"{number} {content}".encode(), digest_size=16).digest()
+    return Adapter(f"adapter-{number}", key, f"/{number}")
+
+
 def tokens_alone(request: ValidRequest, vocab_size: int = 256, next_token: NextToken = fake_next_token) -> list[int]:
     """What fake shards generate for the request when nothing else runs and no EOS comes."""
     prompt = [*request.encoder_ids, *request.token_ids]
+    seed = adapter_seed(request.sampling.seed, b"" if request.adapter is None else request.adapter.key)
     token_ids: list[int] = []
     while len(token_ids) < request.max_new_tokens:
         if request.grammar is None:
-            token_ids.append(next_token([*prompt, *token_ids], request.sampling.seed, vocab_size))
+            token_ids.append(next_token([*prompt, *token_ids], seed, vocab_size))
         else:
             found = fake_rule(token_ids)
             token_ids += found.forced
             allowed = allowed_ids(token_mask(found.mask, []), vocab_size)
-            given = next_token([*prompt, *token_ids], request.sampling.seed, vocab_size)
+            given = next_token([*prompt, *token_ids], seed, vocab_size)
             token_ids.append(allowed[given % len(allowed)])
     return token_ids[: request.max_new_tokens]
 
@@ -244,6 +256,7 @@ class Running:
     shards: FakeShardedClient
     limits: Limits
     traces: list[StepTrace] = field(default_factory=list)
+    adapters: AdapterMover = field(default_factory=AdapterMover)
 
 
 @asynccontextmanager
@@ -255,16 +268,24 @@ async def running(
     shards = shards or fake_shards(limits)
     traces: list[StepTrace] = []
     matching = matching or FakeMatching()
-    batcher = Batcher(shards, byte_tokenizer(), limits, Metrics(limits), matching=matching, trace=traces.append)
+    sizes = (limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
+    adapters = AdapterMover(shards, AdapterRows(*sizes))
+    batcher = Batcher(
+        *(shards, byte_tokenizer(), limits, Metrics(limits)),
+        matching=matching,
+        adapters=adapters,
+        trace=traces.append,
+    )
     task = asyncio.create_task(batcher.run())
     try:
-        yield Running(batcher, shards, limits, traces)
+        yield Running(batcher, shards, limits, traces, adapters)
         await batcher.drain(5)
         assert batcher._ended.is_set(), "the loop did not end by itself"
         assert not matching.num_followed, "texts that nobody wants are followed"
     finally:
         task.cancel()
         await asyncio.wait({task})
+        await adapters.close()
         if not task.cancelled():
             task.result()
 

@@ -14,7 +14,16 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, field
 
 from router.scheduling.queue import blocks_for
-from router.shards.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, StepReply, StepRequest
+from router.shards.client import (
+    KvCache,
+    ModelInfo,
+    OperatorTime,
+    Prepared,
+    ShardError,
+    ShardHealth,
+    StepReply,
+    StepRequest,
+)
 from server.pb.generate_pb2 import Extension, NewSequence, PromptLogprobs, TokenMask
 
 
@@ -25,6 +34,11 @@ def fake_next_token(token_ids: Sequence[int], seed: int, vocab_size: int) -> int
     else runs in the batch cannot matter. Seed 0 stands for greedy.
     """
     return zlib.crc32(array("I", token_ids).tobytes(), seed & 0xFFFFFFFF) % vocab_size
+
+
+def adapter_seed(seed: int, key: bytes) -> int:
+    """The seed in whose place an adapter puts another, so that every token is another's."""
+    return zlib.crc32(key, seed) if key else seed
 
 
 def fake_raw_logprob(token_id: int) -> float:
@@ -46,13 +60,22 @@ class _FakeSequence:
     is_constrained: bool
     raw_logprobs: bool
     lane: int
+    adapter: bytes  # its key; empty: it has none
     computed: int
-    digest: int  # of the tokens computed
+    digest: int  # of the tokens computed, and of its adapter
     windows_from: int = 0  # the first block of tokens that was written to its ring
     came: list[int] | None = None  # what came of its guesses in the step before; None: it had none
 
 
-def _digests(token_ids: Sequence[int], digest: int = 0) -> Iterator[int]:
+LOST = b"lost"  # in place of the key of an adapter that did not come to its row
+
+
+def _origin(adapter: bytes) -> int:
+    """What stands for no tokens: what one adapter computes is nothing that another could go on from."""
+    return hash(adapter) if adapter else 0
+
+
+def _digests(token_ids: Sequence[int], digest: int) -> Iterator[int]:
     """Of all tokens up to each one, after those that `digest` stands for."""
     for token_id in token_ids:
         digest = hash((digest, token_id))
@@ -112,6 +135,12 @@ class FakeShardedClient:
     propose: Callable[[Sequence[int], int, int], tuple[Sequence[int], Sequence[float]]] | None = None
     propose_delay_s: float = 0.0  # for each token that is proposed, and once more
     interruptions_s: Iterator[float] = field(default_factory=lambda: iter(()))  # of the first answers with proposals
+    adapter_rows: int = 0  # can serve adapters when given …
+    adapter_bytes: int = 100  # … that take so much together …
+    adapter_sizes: dict[str, int] = field(default_factory=dict)  # … and each of these folders so much, others 1
+    adapter_problems: dict[str, str] = field(default_factory=dict)  # folder -> why it cannot be served
+    adapter_delays_s: dict[str, float] = field(default_factory=dict)  # folder -> how long it takes to prepare
+    fatal_folders: Collection[str] = ()  # preparing one kills the shards
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -121,6 +150,9 @@ class FakeShardedClient:
     _written: dict[tuple[int, int], int] = field(
         default_factory=dict
     )  # (block, offset) -> digest of the tokens up to it
+    prepared: dict[bytes, int] = field(default_factory=dict)  # key of an adapter -> its size
+    num_prepared: int = 0  # adapters whose files were read
+    _rows: dict[int, bytes] = field(default_factory=dict)  # row -> the key of its adapter; LOST: a failed step had one
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)  # block -> digest of the tokens, its place
     # With the time when each is ready, and the lane of its step.
     _replies: deque[tuple[float, StepReply, int]] = field(default_factory=deque)
@@ -163,6 +195,8 @@ class FakeShardedClient:
             decoder_start=self.decoder_start,
             shares_prefixes=True,
             takes_drafts=True,
+            adapter_rows=self.adapter_rows,
+            adapter_bytes=self.adapter_bytes if self.adapter_rows else 0,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -181,10 +215,33 @@ class FakeShardedClient:
         self.renewals -= 1
         for held in (self._sequences, self._gone, self._used_ids, self._written, self._states, self._replies):
             held.clear()
+        self.prepared.clear()
+        self._rows.clear()
         self._num_steps, self._busy_until, self.death = 0, 0.0, None
         self.max_batch_total_tokens = self.renewed_tokens or self.max_batch_total_tokens
         await self.sleep(0)
         return KvCache(self.max_batch_total_tokens, self.block_size, self.num_blocks, kv_bytes=0, free_bytes=0)
+
+    async def prepare_adapter(self, key: bytes, folder: str) -> Prepared:
+        self._raise_if_dead()
+        if not folder:
+            _require(key not in self._rows.values(), "an adapter is forgotten that a row has")
+            self.prepared.pop(key, None)
+            return Prepared(0)
+        if key in self.prepared:
+            return Prepared(self.prepared[key])
+        if folder in self.fatal_folders:
+            self.die("killed by what it read")
+        group = self.renewals
+        await self.sleep(self.adapter_delays_s.get(folder, 0.0))
+        self._raise_if_dead()
+        if group != self.renewals:
+            raise ShardError(0, "its connection was closed", is_known=False)
+        if problem := self.adapter_problems.get(folder, ""):
+            return Prepared(0, problem)
+        self.num_prepared += 1
+        self.prepared[key] = self.adapter_sizes.get(folder, 1)
+        return Prepared(self.prepared[key])
 
     async def start_profile(self) -> None:
         self._raise_if_dead()
@@ -238,6 +295,7 @@ class FakeShardedClient:
         for id in request.retire:
             _require(id in self._sequences or id in self._gone, f"retire of unknown sequence {id}")
             self._sequences.pop(id, None)
+        self._place_adapters(request)
         for sequence in request.add:
             self._add(sequence)
         for extension in request.extend:
@@ -268,6 +326,8 @@ class FakeShardedClient:
         touched = list(dict.fromkeys((*decoding, *drafts, *(id for id, _ in chunks), *grown)))
         if request.step in self.failing_steps:
             return self._fail(reply, touched, self.failing_steps[request.step])
+        if any(self._sequences[new.id].adapter == LOST for new in request.add):
+            return self._fail(reply, touched, "an adapter is not in its row")
         prompts = [self._sequences[id].token_ids for id, _ in chunks if id in self._sequences]
         if any(self.fatal_token in prompt for prompt in prompts):
             self.die("killed by what it computed")
@@ -288,6 +348,22 @@ class FakeShardedClient:
             self._keep(id, blocks)
         self._propose(request, reply)
         return reply
+
+    def _place_adapters(self, request: StepRequest) -> None:
+        """Rows get other adapters, in this order: their bytes never exceed what there is. None, if the step fails."""
+        _require(len({place.row for place in request.adapters}) == len(request.adapters), "a row gets two adapters")
+        for place in request.adapters:
+            row, key = place.row, place.key
+            _require(1 <= row <= self.adapter_rows, f"row {row} of {self.adapter_rows}")
+            old = self._rows.pop(row, b"")
+            is_used = any(sequence.adapter == old for sequence in self._sequences.values()) and old not in (b"", key)
+            _require(not is_used, f"row {row} gets another adapter while a sequence has the one before")
+            if key:
+                _require(key in self.prepared, f"row {row} gets an adapter that is not prepared")
+                _require(key not in self._rows.values(), "an adapter is in two rows")
+                self._rows[row] = LOST if request.step in self.failing_steps else key
+        used = sum(self.prepared[key] for key in self._rows.values() if key != LOST)
+        _require(used <= self.adapter_bytes, f"adapters take {used} of {self.adapter_bytes} bytes")
 
     def _propose(self, request: StepRequest, reply: StepReply) -> None:
         """What `propose` says of tokens, seed and number, as far as a sequence has blocks."""
@@ -345,7 +421,7 @@ class FakeShardedClient:
             end, last = (place + 1) * self.block_size, blocks_for(sequence.computed, self.block_size)
             _require(end <= sequence.computed, f"block {place} of sequence {id} is not computed")
             _require(max(sequence.windows_from, last - ring) <= place, f"block {place} of sequence {id} is gone")
-            digest = [*_digests(sequence.token_ids[:end])][-1]
+            digest = [*_digests(sequence.token_ids[:end], _origin(sequence.adapter))][-1]
             copied |= {block: (digest, part) for part, block in enumerate(some)}
         return copied
 
@@ -356,7 +432,8 @@ class FakeShardedClient:
         found: dict[int, list[int]] = {new.id: [] for new in request.add}
         for id, place in zip(request.loaded_ids, request.loaded_places, strict=True):
             some, blocks = blocks[:each], blocks[each:]
-            digest = [*_digests(self._sequences[id].token_ids[: (place + 1) * self.block_size])][-1]
+            end, origin = (place + 1) * self.block_size, _origin(self._sequences[id].adapter)
+            digest = [*_digests(self._sequences[id].token_ids[:end], origin)][-1]
             expected = [(digest, part) for part in range(each)]
             _require([self._states.get(block) for block in some] == expected, f"windows of {id} were never copied")
             found[id].append(place)
@@ -414,7 +491,8 @@ class FakeShardedClient:
         _require(position <= sequence.computed, f"sequence {id} goes on from {position}, which is not computed")
         _require(position == sequence.computed or sequence.came is not None, f"sequence {id} goes back")
         sequence.computed, sequence.came = position, None
-        sequence.digest = [0, *_digests(sequence.token_ids[:position])][-1]
+        origin = _origin(sequence.adapter)
+        sequence.digest = [origin, *_digests(sequence.token_ids[:position], origin)][-1]
 
     def _check_guesses(self, draft: Extension, masks: Mapping[tuple[int, int], TokenMask], reply: StepReply) -> None:
         """The tokens behind its latest one and behind each guess, up to the first that was not guessed."""
@@ -443,7 +521,10 @@ class FakeShardedClient:
     def _add(self, sequence: NewSequence) -> None:
         _require(sequence.id not in self._used_ids, f"id {sequence.id} used again")
         _require(len(sequence.token_ids) > 0, f"sequence {sequence.id} has no prompt")
-        self._check_prefix(sequence)
+        adapter = self._rows.get(sequence.adapter, b"")
+        _require(bool(adapter) == bool(sequence.adapter), f"sequence {sequence.id} has an adapter from an empty row")
+        origin = _origin(adapter)
+        self._check_prefix(sequence, origin)
         shared = sequence.computed // self.block_size
         taken = {block for other in self._sequences.values() for block in other.blocks}
         blocks = (*sequence.blocks, *sequence.encoder_blocks)
@@ -457,7 +538,8 @@ class FakeShardedClient:
             id=sequence.id,
             token_ids=list(sequence.token_ids),
             prompt_length=len(sequence.token_ids),
-            seed=sequence.sampling.seed if sequence.sampling.do_sample else 0,
+            seed=adapter_seed(sequence.sampling.seed if sequence.sampling.do_sample else 0, adapter),
+            adapter=adapter,
             blocks=blocks,
             reach=len(sequence.blocks) * self.block_size,
             encoded=tuple(sequence.encoder_token_ids),
@@ -467,14 +549,14 @@ class FakeShardedClient:
             raw_logprobs=sequence.sampling.raw_logprobs,
             lane=sequence.lane,
             computed=sequence.computed,
-            digest=[0, *_digests(list(sequence.token_ids)[: sequence.computed])][-1],
+            digest=[origin, *_digests(list(sequence.token_ids)[: sequence.computed], origin)][-1],
         )
 
-    def _check_prefix(self, sequence: NewSequence) -> None:
-        """What is said to be computed has been, for exactly these tokens."""
+    def _check_prefix(self, sequence: NewSequence, origin: int) -> None:
+        """What is said to be computed has been, for exactly these tokens, with the same adapter."""
         ids, computed = list(sequence.token_ids), sequence.computed
         _require(computed % self.block_size == 0 and computed < len(ids), f"sequence {sequence.id} has no full prefix")
-        for position, digest in enumerate(_digests(ids[:computed])):
+        for position, digest in enumerate(_digests(ids[:computed], origin)):
             found = self._written.get((sequence.blocks[position // self.block_size], position % self.block_size))
             _require(found == digest, f"sequence {sequence.id} got a prefix never computed")
 

@@ -34,9 +34,13 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
     toml.write_text(
         '[[keys]]\nname = "alice"\nkey = "alice-secret"\nmax_concurrent_requests = 8\nrequests_per_minute = 60\n'
         f'tokens_per_minute = 9000\n\n[[keys]]\nname = "bob"\nsha256 = "{BOB["sha256"]}"\nweight = 3\n'
+        'adapters = ["", "mine"]\nadmin = true\n'
     )
-    expected = [ApiKey("alice", digest_of(b"alice-secret"), **limits), ApiKey("bob", digest_of(b"bob-secret"), 3.0)]
-    assert expected == read_keys(write(tmp_path / "keys.json", {**ALICE, **limits}, BOB)) == read_keys(toml)
+    rights: dict[str, Any] = {"adapters": ["", "mine"], "admin": True}
+    alice = ApiKey("alice", digest_of(b"alice-secret"), **limits)
+    expected = [alice, ApiKey("bob", digest_of(b"bob-secret"), 3.0, adapters=frozenset({"", "mine"}), admin=True)]
+    assert expected == read_keys(write(tmp_path / "keys.json", {**ALICE, **limits}, {**BOB, **rights}))
+    assert expected == read_keys(toml)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,9 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
         ([{**ALICE, "tokens_per_minute": True}], "`tokens_per_minute` is True"),
         ([{**ALICE, "weight": -1}], "`weight` is -1: give a number from 0.001 to 1000"),
         ([{**ALICE, "wieght": 2}], "`wieght` is unknown: there are name, key, sha256, weight"),
+        ([{**ALICE, "adapters": "alice"}], "`adapters` must be a list of names"),
+        ([{**ALICE, "adapters": []}], "`adapters` must be a list of names"),
+        ([{**ALICE, "admin": 1}], "`admin` must be true or false"),
         ([ALICE, {**ALICE, "key": "other"}], "key 2 (alice): the name is taken"),
         ([ALICE, {**ALICE, "name": "bob"}], "key 2 (bob): it is the same key as alice's"),
     ],

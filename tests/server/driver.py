@@ -15,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from server.adapters.adapters import Adapters
+from server.adapters.identity import content_key
+from server.adapters.sites import Sites
 from server.arch import families
 from server.arch.stages import carried_width, stages_of
 from server.backends import Backend
@@ -31,7 +34,7 @@ from server.config import ShardConfig
 from server.drafting import load as drafting
 from server.drafting.served import Served
 from server.layers.embedding import with_own_head
-from server.model.load import ON_DEVICE
+from server.model.load import ON_DEVICE, of_other_stages
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
@@ -87,6 +90,7 @@ def load_engine(
     stage: tuple[int, int] = (0, 1),
     ring: StageConnections | None = None,
     speculative: dict[str, Any] | None = None,
+    adapters: int = 0,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
@@ -95,7 +99,8 @@ def load_engine(
     kv_cache: as `--kv-cache-dtype`; placement, kv_placement: where the layers' weights and KV blocks are kept;
     total_tokens: of the longest sequence, by default all; warms_up: else there is a KV cache and no more; rings:
     whether windowed layers keep them, where they save memory, so that prefixes go on from copies alone; stage: which of
-    how many pipeline stages; ring: to the others; speculative: settings of a speculative model beside it.
+    how many pipeline stages; ring: to the others; speculative: settings of a speculative model beside it; adapters:
+    rows for them.
     """
     shard = shard or Shard()
     if backend is None:
@@ -122,7 +127,14 @@ def load_engine(
     )
     spec = with_own_head(weights, spec)
     part = stages_of(spec, stage[1])[stage[0]]
-    model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement, stage=part)
+    sites = None
+    if adapters:
+        sites = Sites(backend, adapters, dtype, of_other_stages(weights, part, spec.num_layers))
+    model = load_model(
+        *(replace(weights, adapting=sites), spec, backend, KV_FORMATS[kv_cache], placement, kv_placement),
+        stage=part,
+        adapters=None if sites is None else sites.tokens,
+    )
     neighbours = (
         StageNeighbours(part, shard, ring, backend.device, dtype, carried_width(spec, part)) if stage[1] > 1 else None
     )
@@ -135,7 +147,10 @@ def load_engine(
         served = Served(model, weights, backend, dtype, KV_FORMATS[kv_cache])
         model, proposer = drafting.beside(config, served)
     watermark = Watermark(gamma=0.5, delta=2.0)
-    engine = Engine(model, shard, backend, dtype, watermark, why_not, neighbours=neighbours, proposer=proposer)
+    kept = None if sites is None else Adapters(adapters, 1 << 30, sites.read)
+    engine = Engine(
+        *(model, shard, backend, dtype, watermark, why_not), neighbours=neighbours, proposer=proposer, adapters=kept
+    )
     if not rings:
         engine.kv_shape = replace(engine.kv_shape, window=0)
     if not warms_up:
@@ -152,6 +167,15 @@ def load_engine(
         fraction=1.0,
     )
     return engine
+
+
+def place_adapters(engine: Engine, folders: Sequence[Path]) -> None:
+    """Put adapters into rows 1, 2 and so on."""
+    assert engine.adapters is not None
+    for row, folder in enumerate(folders, start=1):
+        key = content_key(folder)
+        engine.adapters.prepare(key, folder)
+        engine.adapters.place([(row, key)])
 
 
 def _places(folder: Path, shard: Shard) -> dict[str, Any]:
@@ -210,6 +234,7 @@ class Prompt:
     rule: Rule | None = None  # of `is_constrained` sampling
     grows: bool = False  # whether it gets each block in the step that first writes to it
     holds: bool = False  # whether it sits every third step out
+    adapter: int = 0  # the row of its adapter
     cached: tuple[int, int] = (0, 0)  # a prompt whose blocks hold the first tokens of this one already, and how many
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -455,6 +480,7 @@ def _add(
         top_n_tokens=prompt.top_n_tokens,
         prompt_logprobs=prompt.prompt_logprobs,
         generated=prompt.generated,
+        adapter=prompt.adapter,
     )
 
 
@@ -491,17 +517,20 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt],
 
 
 @torch.inference_mode()
-def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = ()) -> Tensor:
-    """Logits [T, V] of every position of one sequence, by one forward pass of the decoder."""
+def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = (), adapter: int = 0) -> Tensor:
+    """Logits [T, V] of every position of one sequence, by one forward pass of the decoder.
+
+    adapter: the row of its adapter.
+    """
     table, tables = engine._sequences, engine._tables
     assert table is not None and tables is not None
     decoded, encoded = split(engine, token_ids)
     decoded, blocks = [*decoded, *generated], itertools.count()
     request = pb.StepRequest(chunk_ids=[0], chunk_tokens=[len(decoded)])
-    _add(request, 0, Prompt([]), take(blocks, len(decoded)), (decoded, encoded), blocks)
+    _add(request, 0, Prompt([], adapter=adapter), take(blocks, len(decoded)), (decoded, encoded), blocks)
     plan = table.apply(request)
     tables.add(plan.added, engine.device)
     step = tables.lay_out(plan, engine.device, has_encoder=engine.has_encoder)
-    logits = engine.model.logits(engine.hidden(step))
+    logits = engine.model.logits(engine.hidden(step), step.forward.meta.adapters)
     table.apply(pb.StepRequest(retire=[0]))
     return logits

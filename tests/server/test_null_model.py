@@ -15,12 +15,14 @@ from typing import Any
 import httpx2
 import pytest
 
+from router.scheduling.adapters import Placed
 from router.scheduling.request import ValidRequest
-from router.shards.client import ShardedClient, ShardError
+from router.shards.client import Prepared, ShardedClient, ShardError
 from router.shards.wire import new_sequence, step_request
 from router.text.tokenizer import ModelTokenizer
+from server.adapters.identity import content_key
 from server.config import ShardConfig
-from server.null import LOGPROB, SENTENCE, NullEngine, Pace, serving
+from server.null import LOGPROB, SENTENCE, NullEngine, Pace, serving, word
 from server.pb import generate_pb2 as pb
 from tests.running import ROOT, Server, body, events_of, tokens_of
 
@@ -83,6 +85,23 @@ def test_candidates_and_prompt_log_probabilities_come_for_who_asked() -> None:
     assert [LOGPROB, LOGPROB - 1] == list(second.top_logprobs)
 
 
+def test_an_adapter_s_answer_is_its_own() -> None:
+    keys = [b"", b"first adapter...", b"other adapter..."]
+    engine = NullEngine()
+    rows = [Placed(row, key) for row, key in enumerate(keys) if row]
+    new = [sequence(1 + row, 1) for row in range(3)]
+    for row, one in enumerate(new):
+        one.adapter = row
+    got = [tokens(engine.step(step_request(1, adapters=rows, add=new, chunks=[(1, 1), (2, 1), (3, 1)])))]
+    got += [tokens(engine.step(step_request(step, decode=True))) for step in range(2, 9)]
+    answers = [tuple(one[1 + row] for one in got) for row in range(3)]
+    assert [tuple(word(place, key) for place in range(8)) for key in keys] == answers and 3 == len({*answers})
+    again = sequence(4, 1)
+    again.adapter = 2
+    changed = step_request(9, retire=[3], adapters=[Placed(2, keys[1])], add=[again], chunks=[(4, 1)])
+    assert {4: word(0, keys[1])} == tokens(engine.step(changed))
+
+
 # ------------------------------------------------------------------------------------------------------- the wire
 
 
@@ -124,6 +143,20 @@ async def test_the_wire_contract(num_ranks: int, tmp_path: Path) -> None:
         assert (2, 2, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
         with pytest.raises(ValueError, match="the null model computes nothing"):
             await shards.start_profile()
+
+
+async def test_an_adapter_takes_what_its_files_do(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes(b"{}")
+    (folder / "adapter_model.safetensors").write_bytes(bytes(98))
+    async with served(tmp_path, 2, max_adapters=3, adapter_bytes=1000) as shards:
+        info, key = await shards.info(), content_key(folder)
+        assert (3, 1000) == (info.adapter_rows, info.adapter_bytes)
+        assert Prepared(100) == await shards.prepare_adapter(key, str(folder))
+        assert Prepared(0) == await shards.prepare_adapter(key, "")
+        missing = await shards.prepare_adapter(key, str(tmp_path / "missing"))
+        assert "its files cannot be read: No such file or directory" == missing.problem
 
 
 def test_steps_with_a_pace_end_one_after_the_other() -> None:

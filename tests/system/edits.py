@@ -5,6 +5,8 @@ that edits would write, were it as good. The model has the shape of BLOOM-560m a
 what they always do and then tell these answers (`tests/faults/sitecustomize.py`), so that guesses are right as often as
 they are for such a text, and cost what they do.
 
+`--random` answers with random tokens instead, in which there is nothing to guess, and whatever is guessed is wrong.
+
 In each round the same edits are asked for without guesses, with as many as the server thinks right, and with each of
 `--fixed`, by another server that has to try so many. Rates are those while all of a batch run. It prints a JSON object
 for each round and one of the medians. `--model FOLDER` keeps the model's files, of which a tokenizer takes longest.
@@ -38,6 +40,7 @@ PIECE = range(400, 1500)  # characters
 PROMPT_TOKENS, ANSWER_TOKENS = range(120, 280), 128
 WARMUP_TOKENS = 48  # of a first answer, which is not timed: costs are measured
 FIXED = (1, 2, 3, 4, 6, 8)
+RANDOM_IDS = range(1000, 20000)
 
 Edit = tuple[str, list[int], list[int]]  # the prompt's text and tokens, and the answer's
 
@@ -80,7 +83,9 @@ async def one_round(
     own: httpx2.AsyncClient, told: httpx2.AsyncClient, batch: Sequence[Edit], fixed: Sequence[int], number: Path
 ) -> dict[str, float]:
     """The rate of each kind."""
-    rates = {"plain": await rate(own, batch, speculate=0), "auto": await rate(own, batch)}
+    rates: dict[str, float] = {}
+    for name, parameters in random.sample([("plain", {"speculate": 0}), ("auto", {})], 2):
+        rates[name] = await rate(own, batch, **parameters)
     for num in fixed:
         number.write_text(str(num))
         rates[str(num)] = await rate(told, batch)
@@ -119,6 +124,7 @@ def main() -> int:
     parser.add_argument("--fixed", type=int, nargs="*", default=FIXED)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--random", action="store_true")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         folder = args.model or Path(name)
@@ -126,6 +132,9 @@ def main() -> int:
             folder.mkdir(exist_ok=True)
             write_model("bloom-560m", folder)
         found = list(edits(Tokenizer.from_file(str(folder / "tokenizer.json"))))
+        if args.random:
+            chance = random.Random(args.seed)
+            found = [(text, prompt, chance.choices(RANDOM_IDS, k=ANSWER_TOKENS)) for text, prompt, _ in found]
         answers, number = Path(name) / "answers", Path(name) / "number"
         answers.write_text(json.dumps([edit[1:] for edit in found]))
         number.write_text("auto")

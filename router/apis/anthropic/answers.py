@@ -21,6 +21,7 @@ from router.text.generated import FinishReason
 
 ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -110,8 +111,8 @@ class MessageModels(TypedDict):
 
     data: list[MessageModel]
     has_more: Literal[False]
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
 
 
 class MessageErrorDetail(TypedDict):

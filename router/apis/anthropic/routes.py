@@ -61,7 +61,7 @@ class CountRequest(Lenient):
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
-    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
+    model: ModelName | None = None
     system: str | Blocks | None = Field(default=None, description="The system prompt.")
     thinking: Thinking | None = None
     tools: Blocks | None = Field(default=None, description="Functions that the model may call.")
@@ -225,7 +225,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def messages(request: Request) -> Response:
         body = await read(request, services, MessagesRequest)
         turn, given = turn_in(body, services), parameters_of(body)
-        head = answers.Head(f"msg_{request.state.request_id}", body.model or services.config.model_id)
+        head = answers.Head(f"msg_{request.state.request_id}", body.model or services.adapters.base)
         frames, shape = partial(MessageFrames, head), partial(answers.message, head)
         told: dict[str, Any] = {"is_stream": body.stream is True, "frames": frames, "shape": shape, "ping": PING}
         return await answer_turn(request, services, turn, turn.prompt_request(given), **told)
@@ -247,4 +247,4 @@ def turn_in(body: CountRequest, services: Services) -> Turn:
     """What a body waits for. Raises ValidationError."""
     body.refuse_what_is_not_served()
     transcript, offered = transcript_of(body), offer_of(body)
-    return turn_of(services, transcript, offered, variables_of(body), continues=True)
+    return turn_of(services, transcript, offered, variables_of(body), model=body.model, continues=True)

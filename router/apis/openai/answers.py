@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from host.version import version
 from router.apis.openai.logprobs import ChatLogprobs, CompletionLogprobs, Scoring, TextLogprobs, shown_tokens, text_of
 from router.chat.pieces import AnswerReader, Content, CountingReader, whole
-from router.errors import RouterError, TooLong
+from router.errors import RouterError, TooLong, UnknownModel
 from router.requests.generation import Answer, one_per_prompt
 from router.scheduling.request import Entry, Finished, PromptScores
 from router.text.generated import FinishReason
@@ -34,6 +34,7 @@ REASONS: dict[FinishReason, Reason] = {
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
+    403: "invalid_request_error",
     404: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
@@ -49,6 +50,7 @@ NAMES = {
 }
 NOT_HERE = re.compile(r", or set `truncate`( to \d+)?")  # a remedy that `/v1` does not have
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+KINDS = {TooLong: ("context_length_exceeded", None), UnknownModel: ("model_not_found", "model")}  # code and parameter
 
 
 class CachedTokens(TypedDict):
@@ -66,13 +68,14 @@ class CompletionTokens(TypedDict):
 
 
 class Usage(TypedDict):
-    """Counts of tokens, of all answers together."""
+    """Counts of tokens, of all answers together, and whose they are where it is an adapter's."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: NotRequired[CompletionTokens]
+    adapter: NotRequired[str]
 
 
 class Answered(TypedDict):
@@ -155,13 +158,14 @@ class TextCompletion(Answered):
 
 
 class ServedModel(TypedDict):
-    """The model."""
+    """The model, or an adapter, whose parent is the model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     root: str
+    parent: NotRequired[str]
     max_model_len: int
 
 
@@ -246,7 +250,11 @@ def usage(entries: Sequence[Entry], num_reasoning: int | None = None) -> Usage:
     if any(entry.drafting is not None for entry in entries):
         right, made = (sum(entry.num_right for entry in entries), sum(entry.num_guessed for entry in entries))
         details |= {"accepted_prediction_tokens": right, "rejected_prediction_tokens": made - right}
-    return told | {"completion_tokens_details": details} if details else told
+    if details:
+        told["completion_tokens_details"] = details
+    if (adapter := entries[0].request.adapter) is not None:
+        told["adapter"] = adapter.name
+    return told
 
 
 def chat_completion(
@@ -362,10 +370,11 @@ def error_body(error: RouterError) -> ErrorAnswer:
     """OpenAI's shape, and beside it the `error_type` by which Hugging Face's client chooses its exception."""
     status = status_of(error)
     words = f"{context_sentence(error)} " if isinstance(error, TooLong) else ""
+    code, parameter = KINDS.get(type(error), (CODES.get(status), None))
     told: ErrorDetail = {
         "message": words + renamed(str(error)),
         "type": ERROR_TYPES.get(status, "server_error"),
-        "param": None,
-        "code": "context_length_exceeded" if isinstance(error, TooLong) else CODES.get(status),
+        "param": parameter,
+        "code": code,
     }
     return {"error": told, "error_type": error.error_type}

@@ -32,7 +32,13 @@ from router.requests.schemas import (
     refuse_excess_within,
 )
 
-ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it
+ModelName = Annotated[  # each chunk of a stream has it
+    str,
+    Field(
+        max_length=256,
+        description="An adapter's name, or the model's; any, where there are no adapters. The answer repeats it.",
+    ),
+]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -41,6 +47,7 @@ AS_TGI = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "bad_words"),
     *("ignore_eos", "min_tokens", "stop_token_ids", "speculate"),
 )
+AS_MODEL = "is not served: an adapter is named as `model`"
 NO_FUNCTIONS: Sequence[Any] = (None, [], "auto", "none")
 
 
@@ -75,11 +82,13 @@ class Generation(Lenient):
         "prompt_logprobs": NotServed(sentence="is not served: `echo` with `logprobs` of a completion tells them"),
         "truncate_prompt_tokens": NotServed((None, -1)),
         "logits_processors": NotServed((None, [])),
-        "lora_path": NotServed(),
+        "lora_path": NotServed(sentence=AS_MODEL),
+        "lora": NotServed((None, []), AS_MODEL),
+        "adapter_id": NotServed(sentence=AS_MODEL),
     }
     known = frozenset({*grammars.NAMES, grammars.NESTED})
 
-    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
+    model: ModelName | None = None
     n: Integer | None = Field(default=None, description="Answers to the same prompt.")
     stop: str | Texts | None = Field(default=None, description="End before the first of these.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
@@ -281,7 +290,7 @@ def _asked(
     if not 0 < count <= max_n:
         raise ValidationError(f"`n` must be > 0 and <= {max_n}. Given: {count}")
     asked = PromptRequest(prompt, _parameters(body, most), has_special_tokens, shows_stop=False, num_answers=count)
-    return replace(asked, priority=body.priority or 0, cache_salt=body.cache_salt or "")
+    return replace(asked, priority=body.priority or 0, cache_salt=body.cache_salt or "", model=body.model)
 
 
 def _parameters(body: Generation, most: int | None) -> GenerateParameters:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from router.apis.document import add_post
-from router.apis.openai.requests import ChatRequest
+from router.apis.openai.requests import ChatRequest, ModelName
 from router.apis.openai.routes import rendering_of
 from router.apis.serving import Services, caller_of, json_response, parsed, read, read_bytes
 from router.apis.tgi.bodies import (
@@ -57,7 +57,7 @@ class PromptToTokenize(Lenient):
     """vLLM's and SGLang's body."""
 
     prompt: str
-    model: str | None = Field(default=None, description="Any name.")
+    model: ModelName | None = None
     add_special_tokens: bool | None = Field(default=None, description="Absent: true.")
     return_token_strs: bool | None = Field(default=None, description="Return the text of each token too.")
 
@@ -142,7 +142,7 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
             return await answered(request, prompt_request_of_chat(chat), partial(counted, has_texts=has_texts))
         if keys.inputs is None and keys.prompt is not None:
             its = parsed(request, PromptToTokenize, raw)
-            asked = PromptRequest(its.prompt, GenerateParameters(), has_special_tokens=its.add_special_tokens is False)
+            asked = PromptRequest(its.prompt, GenerateParameters(), its.add_special_tokens is False, model=its.model)
             return await answered(request, asked, partial(counted, has_texts=its.return_token_strs is True))
         if keys.inputs is None and keys.content is not None:
             one = parsed(request, ContentToTokenize, raw)
@@ -157,7 +157,8 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
 
     def prompt_request_of_chat(body: ChatRequest) -> PromptRequest:
         body.refuse_what_is_not_served()
-        return PromptRequest(rendering_of(body, services), GenerateParameters(), has_special_tokens=True)
+        render = rendering_of(body, services)
+        return PromptRequest(render, GenerateParameters(), has_special_tokens=True, model=body.model)
 
     async def answered(request: Request, asked: PromptRequest, shape: Callable[[str, Tokens], bytes]) -> Response:
         with ClientConnection.of(request.scope).needed():

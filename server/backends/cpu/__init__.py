@@ -32,6 +32,7 @@ from server.backends.cpu.recurrence import KernelDelta, KernelMamba, KernelShort
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
     SOFTMAX,
+    AdaptedExperts,
     AdaptedLinear,
     Attention,
     ConvRule,
@@ -52,6 +53,7 @@ from server.backends.protocol import (
     TokenAdapters,
 )
 from server.backends.reference import ReferenceBackend
+from server.backends.reference.adapters import OneByOne
 from server.backends.reference.linear import LoopedExperts
 from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
 from server.quantisation.stored import QuantisedWeight, Stored
@@ -106,6 +108,13 @@ class CpuBackend(ReferenceBackend):
         if isinstance(layer, PanelFormat):
             return PanelAdapted(self._kernels, self._pool, layer, num_rows, tokens)
         return super().adapted(layer, num_rows, tokens, is_gated=is_gated)
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        if isinstance(layer, KernelExperts):
+            return OneByOne(layer, tokens, lambda one, of: self.adapted(one, num_rows, of, is_gated=is_gated))
+        return super().adapted_experts(layer, num_rows, tokens, is_gated=is_gated)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return KernelNorm(self._kernels, weight, bias, eps, is_centred=is_centred)

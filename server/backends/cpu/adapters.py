@@ -1,6 +1,6 @@
 """Linear layers for tokens that have adapters, by compiled kernels.
 
-A layer's changes lie in a table by the rows in which adapters are, at an address that never changes, and the kernels are
+A layer's changes lie in a table by the rows in which adapters are, at an address that never changes, and kernels are
 told the row of each token: a captured step (`graph.py`) computes with whatever the table holds when it is replayed. How
 it is computed is said in `adapters.h`.
 
@@ -82,6 +82,8 @@ class _Ranks:
 class PanelAdapted:
     """An `AdaptedLinear` around a layer that the kernels compute."""
 
+    is_capturable = True
+
     def __init__(self, kernels: Kernels, pool: Pool, layer: PanelFormat, num_rows: int, tokens: TokenAdapters):
         self._pool = pool
         self._layer = layer
@@ -107,6 +109,9 @@ class PanelAdapted:
     def rows(self, ids: Tensor) -> Tensor:
         """See `PanelFormat.rows`; no adapter changes them."""
         return self._layer.rows(ids)
+
+    def stage(self, change: LinearChange) -> LinearChange:
+        return change
 
     def put(self, row: int, change: LinearChange | None) -> None:
         """See `AdaptedLinear`. What was in the row before is freed, and captured steps compute with what is now."""

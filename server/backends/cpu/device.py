@@ -38,6 +38,12 @@ class CpuDevice:
     def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
+    def stage(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def bring(self, staged: Tensor) -> Tensor:
+        return staged
+
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.clone()  # the next step may write its results to the same place
 

@@ -261,20 +261,20 @@ class KernelExperts:
     """A `GroupedLinear` of panels that are all of one format."""
 
     def __init__(self, experts: Sequence[PanelFormat]):
-        self._experts = experts
+        self.experts = experts
         self._table = (ctypes.c_void_p * len(experts))(*(expert.address for expert in experts))
         self._outputs = experts[0].outputs
 
     @property
     def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self._experts)
+        return sum(expert.nbytes for expert in self.experts)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return [tensor for expert in self._experts for tensor in expert.memory]
+        return [tensor for expert in self.experts for tensor in expert.memory]
 
     def moved(self) -> None:
-        for expert in self._experts:
+        for expert in self.experts:
             expert.moved()
 
     def __call__(
@@ -282,9 +282,9 @@ class KernelExperts:
     ) -> Tensor:
         x = x if x.is_contiguous() else x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
-        self._experts[0].grouped(
+        self.experts[0].grouped(
             ctypes.addressof(self._table),
-            len(self._experts),
+            len(self.experts),
             ends.data_ptr(),
             x.data_ptr(),
             address_of(bias),

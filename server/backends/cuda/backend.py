@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec
+from server.backends.cuda.adapters import CudaAdapted
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Shares
 from server.backends.cuda.fused import FusedNorm, fused_gate
@@ -24,6 +25,7 @@ from server.backends.cuda.quantised import CudaQuantised, grouped
 from server.backends.device import Device
 from server.backends.protocol import (
     SOFTMAX,
+    AdaptedLinear,
     Attention,
     ConvRule,
     DeltaRule,
@@ -39,6 +41,7 @@ from server.backends.protocol import (
     Routing,
     Scores,
     ShortConvWeights,
+    TokenAdapters,
 )
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import LoopedExperts
@@ -95,6 +98,9 @@ class CudaBackend(ReferenceBackend):
     def _packed(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> CudaQuantised:
         products, gate = self._products, self.gate
         return CudaQuantised(weight, self._dtype, is_gated=is_gated, gate=gate, products=products, maximum=maximum)
+
+    def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
+        return CudaAdapted(layer, num_rows, tokens, self.device, self._dtype, is_gated=is_gated)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return FusedNorm(weight, bias, eps, is_centred=is_centred)

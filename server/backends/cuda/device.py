@@ -29,6 +29,8 @@ FRAGMENTATION = 0.1
 HEADROOM_BYTES = 2**30
 # Blocks that are gathered on the device at once on their way to or from the host; two copies of them are there.
 STAGED_BYTES = 32 * 2**20
+# Pinned memory for what is staged is taken in such pieces, of which torch's allocator has powers of two alone.
+SLAB_BYTES, SLAB_UNIT = 16 * 2**20, 256
 # What the driver's tool is asked of a GPU, and the time that it may take.
 FIELDS = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu"
 SENTENCE = "SM {} of {} MHz, memory {} of {} MHz, {} of {} W, {} C"
@@ -46,6 +48,7 @@ class CudaDevice:
         """num_sharing: ranks that have this GPU."""
         self.torch_device = torch.device("cuda", index)
         self._num_sharing = num_sharing
+        self._slab = torch.empty(0, dtype=torch.uint8)  # what is left of the last one
         self.name = torch.cuda.get_device_name(self.torch_device)
 
     def activate(self) -> None:
@@ -59,6 +62,17 @@ class CudaDevice:
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.torch_device, non_blocking=True)
+
+    def stage(self, tensor: Tensor) -> Tensor:
+        self.activate()  # the thread is not one that computes
+        taken = -(-tensor.nbytes // SLAB_UNIT) * SLAB_UNIT
+        if taken > len(self._slab):
+            self._slab = torch.empty(max(taken, SLAB_BYTES), dtype=torch.uint8, pin_memory=True)
+        memory, self._slab = self._slab[: tensor.nbytes], self._slab[taken:]
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def bring(self, staged: Tensor) -> Tensor:
+        return staged.to(self.torch_device, non_blocking=True)
 
     def download(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -107,10 +107,14 @@ class Product:
         trials, asked = partial(self._trials, ways, rows, x, epilogue), partial(self._asked, rows, has)
         return ways[self._products.chooser.choose(key, trials, asked)](x, epilogue)
 
-    def by_rule(self, x: Tensor, epilogue: Epilogue) -> Tensor:
-        """The same in a way that depends on nothing but shapes; in float32 where the sums are not rounded anyhow."""
+    def by_rule(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → x @ weightᵀ + bias, in a way that depends on nothing but shapes; of a gated weight [gate | up].
+
+        In float32 where the sums are not rounded anyhow.
+        """
+        epilogue = Epilogue(bias)
         if len(x) <= self._usual_rows:
-            return self._few_rows(x, epilogue, dtype=torch.float32)
+            return self._few_rows(x, epilogue, is_gated=False, dtype=torch.float32)
         return self._stock(x, epilogue)
 
     def _ways(self, rows: int) -> Sequence[Way]:
@@ -124,14 +128,20 @@ class Product:
         return Alternatives(product, names_of(self._ways(rows), "cuBLAS"), self._weight.nbytes)
 
     def _few_rows(
-        self, x: Tensor, epilogue: Epilogue, *, tiling: Tiling | None = None, dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        epilogue: Epilogue,
+        *,
+        tiling: Tiling | None = None,
+        dtype: torch.dtype | None = None,
+        is_gated: bool | None = None,
     ) -> Tensor:
         return multiply_rows(
             x,
             self._weight,
             epilogue,
             self._products.workspace(x.device),
-            is_gated=self._is_gated,
+            is_gated=self._is_gated if is_gated is None else is_gated,
             tiling=tiling,
             dtype=dtype,
         )
@@ -161,7 +171,7 @@ class CudaDense(DenseFormat):
         return self._product(x, Epilogue(bias, activation, residual))
 
     def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._product.by_rule(x, Epilogue(bias))
+        return self._product.by_rule(x, bias)
 
     def _stock(self, x: Tensor, epilogue: Epilogue) -> Tensor:
         bias, activation, residual = epilogue.bias, epilogue.activation, epilogue.residual

@@ -150,8 +150,12 @@ class CudaQuantised:
         return ways[self._products.chooser.choose(key, trials, asked)](taken, epilogue, x.dtype)
 
     def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → x @ weightᵀ + bias, [T, F] float32, in a way that depends on nothing but shapes."""
-        return self.by_kernel(self.inputs(x), Epilogue(bias), torch.float32)
+        """x [T, D] → x @ weightᵀ + bias in a way that depends on nothing but shapes; of a gated weight [gate | up].
+
+        In float32; of so many rows that it would take as long to store, in x's dtype.
+        """
+        dtype = torch.float32 if len(x) <= MOST_MEASURED_ROWS else x.dtype
+        return self._multiplied(self.inputs(x), Epilogue(bias), dtype)
 
     def ways(self, rows: int) -> Sequence[Way]:
         """What computes so many rows, the usual way first."""
@@ -177,12 +181,30 @@ class CudaQuantised:
     def by_kernel(
         self, taken: Taken, epilogue: Epilogue, dtype: torch.dtype, *, tiling: Tiling | None = None
     ) -> Tensor:
+        if not (self._is_gated and len(taken[0]) >= UNGATED_ROWS):
+            return self._multiplied(taken, epilogue, dtype, tiling=tiling, is_gated=self._is_gated)
+        return self._gated(self._multiplied(taken, Epilogue(epilogue.bias), dtype, tiling=tiling), epilogue)
+
+    def _multiplied(
+        self,
+        taken: Taken,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+        *,
+        tiling: Tiling | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
         x, scale = taken
-        workspace = self._products.workspace(x.device)
-        multiply = partial(multiply_packed, x, self.packed, workspace=workspace, dtype=dtype, input_scale=scale)
-        if not (self._is_gated and len(x) >= UNGATED_ROWS):
-            return multiply(epilogue=epilogue, is_gated=self._is_gated, tiling=tiling)
-        return self._gated(multiply(epilogue=Epilogue(epilogue.bias), is_gated=False, tiling=tiling), epilogue)
+        return multiply_packed(
+            x,
+            self.packed,
+            epilogue,
+            self._products.workspace(x.device),
+            is_gated=is_gated,
+            dtype=dtype,
+            input_scale=scale,
+            tiling=tiling,
+        )
 
     def by_torch(self, taken: Taken, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
         """The product by torch's operator, where there is one."""

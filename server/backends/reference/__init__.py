@@ -15,6 +15,7 @@ from server.arch.spec import ArchSpec
 from server.backends.device import Device
 from server.backends.protocol import (
     SOFTMAX,
+    AdaptedExperts,
     AdaptedLinear,
     Attention,
     ConvRule,
@@ -34,6 +35,7 @@ from server.backends.protocol import (
     ShortConvWeights,
     TokenAdapters,
 )
+from server.backends.reference.adapters import OneByOne, StockAdapted, StockAdaptedExperts
 from server.backends.reference.attention import BatchedAttention
 from server.backends.reference.convolution import StockShortConv
 from server.backends.reference.delta import StockDelta
@@ -42,7 +44,6 @@ from server.backends.reference.linear import (
     Gate,
     GroupedDense,
     LoopedExperts,
-    StockAdapted,
     StockRouting,
     make_norm,
     stock_gate,
@@ -92,7 +93,14 @@ class ReferenceBackend:
         return QuantisedFormat(weight, maximum, is_gated=is_gated, gate=self.gate)
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
-        return StockAdapted(layer, tokens, self.gate if is_gated else None)
+        return StockAdapted(layer, tokens, self.device, self.gate if is_gated else None)
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        if isinstance(layer, LoopedExperts):
+            return OneByOne(layer, tokens, lambda one, of: self.adapted(one, num_rows, of, is_gated=is_gated))
+        return StockAdaptedExperts(layer, tokens, self.device, self.gate if is_gated else None)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return make_norm(weight, bias, eps, is_centred=is_centred)

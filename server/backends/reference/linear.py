@@ -21,7 +21,7 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.device import alone
-from server.backends.protocol import SOFTMAX, LinearChange, LinearFormat, Norm, RouterRule, TokenAdapters
+from server.backends.protocol import SOFTMAX, LinearFormat, Norm, RouterRule
 from server.backends.reference.functions import gelu, gelu_tanh, sigmoid, silu
 from server.backends.reference.router import choose
 
@@ -145,77 +145,6 @@ class StackedLinear:
         return y if bias is None else y + bias
 
 
-class StockAdapted:
-    """An `AdaptedLinear` over any format of torch's operators, one adapter of the pass after the other.
-
-    It waits for nothing, but computes each adapter for all tokens of the pass.
-    """
-
-    def __init__(self, layer: LinearFormat, tokens: TokenAdapters, gate: Gate | None):
-        self._layer = layer
-        self._tokens = tokens
-        self._gate = gate
-        self._changes: dict[int, LinearChange] = {}
-
-    def put(self, row: int, change: LinearChange | None) -> None:
-        """See `AdaptedLinear`."""
-        self._changes.pop(row, None)
-        if change is not None:
-            self._changes[row] = change
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the layer, without adapters."""
-        return self._layer.nbytes
-
-    @property
-    def memory(self) -> Sequence[Tensor]:
-        return self._layer.memory
-
-    def moved(self) -> None:
-        self._layer.moved()
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """x [T, D] → activation(changed(x @ weightᵀ + bias)) + residual, [T, F], in x's dtype."""
-        if not self._is_concerned:
-            return self._layer(x, bias, activation, residual)
-        y = activated(self._changed(x, bias).to(x.dtype), activation, self._gate)
-        return y if residual is None else y + residual
-
-    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → changed(x @ weightᵀ + bias), [T, F]."""
-        return self._changed(x, bias) if self._is_concerned else self._layer.finest(x, bias)
-
-    @property
-    def _is_concerned(self) -> bool:
-        return self._tokens.rows is not None and any(row in self._changes for row in self._tokens.present)
-
-    def _changed(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product [T, F], or [T, 2 F] of a gated layer, in float32."""
-        rows = self._tokens.rows
-        assert rows is not None
-        plain = self._layer.finest(x, None).float()
-        y = plain if bias is None else plain + bias
-        for row in self._tokens.present:
-            if (change := self._changes.get(row)) is not None:
-                is_its = (rows == row).unsqueeze(1)
-                y = torch.where(is_its, changed(change, x, plain, bias), y)
-        return y
-
-
-def changed(change: LinearChange, x: Tensor, product: Tensor, bias: Tensor | None) -> Tensor:
-    """What an adapter makes of the product [T, F] of x [T, D], in float32."""
-    y = product.clone() if change.gain is None else product * change.gain
-    for part in change.parts:
-        shrunk = x if part.down is None else F.linear(x.float(), part.down.float())
-        y[:, part.first : part.first + len(part.up)] += part.scale * F.linear(shrunk.float(), part.up.float())
-    for added in (bias, change.bias):
-        y = y if added is None else y + added
-    return y
-
-
 class LayerNorm(Norm):
     """Zero mean and unit variance, scaled and shifted, in x's dtype."""
 
@@ -331,28 +260,28 @@ class LoopedExperts:
     """A `GroupedLinear` of any format, one expert after the other."""
 
     def __init__(self, experts: Sequence[LinearFormat]):
-        self._experts = experts
+        self.experts = experts
 
     @property
     def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self._experts)
+        return sum(expert.nbytes for expert in self.experts)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return [tensor for expert in self._experts for tensor in expert.memory]
+        return [tensor for expert in self.experts for tensor in expert.memory]
 
     def moved(self) -> None:
-        for expert in self._experts:
+        for expert in self.experts:
             expert.moved()
 
     def __call__(
         self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
     ) -> Tensor:
         bounds = pairwise([0, *ends.tolist()])  # the one wait for the device
-        biases = [None] * len(self._experts) if bias is None else bias
+        biases = [None] * len(self.experts) if bias is None else bias
         parts = [
             expert(x[start:stop], own, activation)
-            for expert, own, (start, stop) in zip(self._experts, biases, bounds, strict=True)
+            for expert, own, (start, stop) in zip(self.experts, biases, bounds, strict=True)
             if stop > start
         ]
         return torch.cat(parts)

@@ -26,6 +26,7 @@ from tests.embedded_model.speculative.target import Seen, Student, Target, accep
 
 KINDS: dict[str, Callable[[Target], Any]] = {kind.name: kind for kind in (Draft, Eagle, Medusa)}
 FILES = {"medusa": "medusa_lm_head.safetensors"}  # the others: model.safetensors
+FOLDER = Path(__file__).parents[1]  # with those that are shipped
 TEXTS = 3  # those of the students are other ones than the model's
 DOCUMENTS, PROMPT, ANSWER, GUESSES = 30, 24, 96, 4
 TOLD_EVERY = 50

@@ -109,7 +109,6 @@ def refusal(raw: bytes, **limits: Any) -> str:
             )
         ],
         ({"grammar": {"type": "regex", "value": "a"}, "ignore_eos": True}, "`ignore_eos` and `grammar` exclude each"),
-        ({"adapter_id": "x"}, "no adapters are loaded"),
     ],
 )
 def test_broken_rule_is_named_with_value_and_bound(parameters: dict[str, Any], sentence: str) -> None:

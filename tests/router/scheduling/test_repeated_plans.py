@@ -14,6 +14,7 @@ from router.scheduling.limits import Limits
 from router.scheduling.plan import Lane, StepPlan
 from router.scheduling.request import Scheduled, ValidRequest
 from router.scheduling.scheduler import Scheduler
+from tests.router.doubles import adapter_of
 
 LIMITS = Limits(
     max_input_length=64,
@@ -31,6 +32,9 @@ LIMITS = Limits(
     max_top_n_tokens=0,
     vocab_size=100,
     prefill_chunk=8,
+    adapter_rows=2,
+    adapter_bytes=2,
+    adapter_host_bytes=2,
 )
 
 
@@ -50,6 +54,7 @@ class Event:
     tokens: int  # that a new request asks for
     steps: int  # that follow
     owner: str
+    adapter: int | None = None  # of a new request
 
 
 events = st.builds(
@@ -59,6 +64,7 @@ events = st.builds(
     tokens=st.integers(1, 24),
     steps=st.integers(0, 12),
     owner=st.sampled_from(("", "", "", "other")),
+    adapter=st.sampled_from((None, None, None, 1, 2, 3)),
 )
 
 
@@ -85,7 +91,8 @@ class Driven:
 
     def happen(self, event: Event) -> None:
         if event.kind == "add":
-            request = ValidRequest(list(range(event.which)), event.tokens)
+            adapter = None if event.adapter is None else adapter_of(event.adapter)
+            request = ValidRequest(list(range(event.which)), event.tokens, adapter=adapter)
             entry = Scheduled(self.scheduler.new_id(), request, owner=event.owner)
             self.requests.append(entry)
             self.scheduler.add(entry)
@@ -112,6 +119,8 @@ class Driven:
             done = self.under_way.pop(0)
             self.scheduler.computed(done)
             self.scheduler.timed(done, 0.01)
+            for adapter in [*self.scheduler.adapters.wanted]:
+                self.scheduler.adapters.prepared(adapter.key, 1)
         return shown(plan)
 
 

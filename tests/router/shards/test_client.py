@@ -12,13 +12,18 @@ import grpc
 import grpc.aio
 import pytest
 
+from router.scheduling.adapters import Placed
 from router.scheduling.request import ValidRequest
-from router.shards.client import CHANNEL_OPTIONS, ShardedClient, ShardError, Shards
+from router.shards import client
+from router.shards.client import CHANNEL_OPTIONS, Prepared, ShardedClient, ShardError, prepared_of
 from router.shards.wire import new_sequence, step_request
 from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from server.ranks.relay import StepStream
-from tests.router.fake_shards import FakeShardedClient, ProtocolViolation, fake_next_token
+from tests.router.fake_shards import FakeShardedClient, ProtocolViolation, adapter_seed, fake_next_token
+
+KEY, OTHER_KEY = bytes(range(16)), bytes(16)  # of adapters
+ADAPTERS = {"adapter_rows": 3, "adapter_sizes": {"/a": 5, "/b": 7}, "adapter_problems": {"/broken": "its rank is 0"}}
 
 
 class StubShard(ShardServicer):  # type: ignore[misc]
@@ -27,14 +32,15 @@ class StubShard(ShardServicer):  # type: ignore[misc]
     def __init__(self, rank: int, behaviour: dict[tuple[int, int], str], sockets: Sequence[str] = ()) -> None:
         self.rank = rank
         self.behaviour = behaviour
-        self.fake = FakeShardedClient()
+        self.fake = FakeShardedClient(**ADAPTERS)  # type: ignore[arg-type]
         self.turn = asyncio.Lock()  # one step at a time, in their order
         self.steps = StepStream(rank, sockets, self.start)
 
     async def Info(self, request: Any, context: Any) -> pb.InfoReply:
         sizes = {"world_size": 2, "vocab_size": 256, "weight_bytes": self.rank, "block_size": 16}
         proposes = {"most_proposals": 3, "proposes": "three heads"} if self.rank else {}  # as of a last stage
-        return pb.InfoReply(model_type="fake", dtype="float32", **sizes, **proposes)
+        rows = {"adapter_rows": 3 + self.rank, "adapter_bytes": 100 - self.rank}
+        return pb.InfoReply(model_type="fake", dtype="float32", **sizes, **proposes, **rows)
 
     async def Warmup(self, request: Any, context: Any) -> pb.WarmupReply:
         if request.max_batch_total_tokens > 4096:
@@ -43,6 +49,18 @@ class StubShard(ShardServicer):  # type: ignore[misc]
         sizes = {"max_batch_total_tokens": tokens, "block_size": 16, "num_blocks": blocks}
         states = {"num_states": 8, "state_bytes": 80, "checkpoint_blocks": 3} if self.rank else {}
         return pb.WarmupReply(max_total_tokens=request.max_total_tokens, **sizes, **states)
+
+    async def PrepareAdapter(self, request: Any, context: Any) -> pb.PrepareAdapterReply:
+        wish = self.behaviour.get((self.rank, 0), "")
+        if wish == "hang":
+            await asyncio.Event().wait()
+        if wish == "abort":
+            raise RuntimeError("a bug")
+        if wish == "end":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        async with self.turn:
+            found = await self.fake.prepare_adapter(request.key, request.folder)
+        return pb.PrepareAdapterReply(device_bytes=found.num_bytes + self.rank, problem=found.problem or wish)
 
     async def Health(self, request: Any, context: Any) -> pb.HealthReply:
         return pb.HealthReply(steps_received=3, steps_finished=2, oldest_step_ms=10 * self.rank)
@@ -97,18 +115,21 @@ async def real_shards(
 
 @asynccontextmanager
 async def fake_shards(_: Path) -> AsyncIterator[FakeShardedClient]:
-    yield FakeShardedClient()
+    yield FakeShardedClient(**ADAPTERS)  # type: ignore[arg-type]
 
 
-def sequence(id: int, prompt: list[int], blocks: list[int] | None = None, **fields: Any) -> pb.NewSequence:
-    return new_sequence(id, ValidRequest(prompt, 1, **fields), [id] if blocks is None else blocks, block_size=16)
+def sequence(
+    id: int, prompt: list[int], blocks: list[int] | None = None, adapter: int = 0, **fields: Any
+) -> pb.NewSequence:
+    request = ValidRequest(prompt, 1, **fields)
+    return new_sequence(id, request, [id] if blocks is None else blocks, block_size=16, adapter=adapter)
 
 
 @pytest.mark.parametrize("open_shards", [fake_shards, real_shards])
 async def test_contract_of_the_step_stream(open_shards: Any, tmp_path: Path) -> None:
     """Two requests under way, replies in order, tokens as documented, retired sequences gone."""
 
-    async def story(shards: Shards) -> None:
+    async def story(shards: Any) -> None:
         shards.send(step_request(1, add=[sequence(1, [5, 6, 7]), sequence(2, [8])], chunks=[(1, 2), (2, 1)]))
         shards.send(step_request(2, chunks=[(1, 1)], decode=True))
         first = await shards.receive()
@@ -122,6 +143,34 @@ async def test_contract_of_the_step_stream(open_shards: Any, tmp_path: Path) -> 
 
     async with open_shards(tmp_path) as shards:
         await story(shards)
+
+
+@pytest.mark.parametrize("open_shards", [fake_shards, real_shards])
+async def test_contract_of_adapters(open_shards: Any, tmp_path: Path) -> None:
+    """Each is prepared, comes to a row with a step, and changes the tokens of the sequences that name that row."""
+
+    def token(*prompt: int, key: bytes = b"") -> int:
+        return fake_next_token(prompt, adapter_seed(0, key), 256)
+
+    async with open_shards(tmp_path) as shards:
+        assert 3 == (await shards.info()).adapter_rows
+        assert "its rank is 0" == (await shards.prepare_adapter(KEY, "/broken")).problem
+        for _ in range(2):
+            found = [await shards.prepare_adapter(KEY, "/a"), await shards.prepare_adapter(OTHER_KEY, "/b")]
+            assert [False, False] == [bool(one.problem) for one in found]
+            assert 5 <= found[0].num_bytes < found[1].num_bytes
+        add = [sequence(1, [5]), sequence(2, [5], adapter=3), sequence(3, [5], adapter=1)]
+        rows = [Placed(3, KEY), Placed(1, OTHER_KEY)]
+        shards.send(step_request(1, adapters=rows, add=add, chunks=[(1, 1), (2, 1), (3, 1)]))
+        reply = await shards.receive()
+        expected = {1: token(5), 2: token(5, key=KEY), 3: token(5, key=OTHER_KEY)}
+        assert expected == dict(zip(reply.ids, reply.token_ids, strict=True)) and 3 == len({*expected.values()})
+        again = sequence(4, [5], adapter=1)
+        moved = [Placed(3, b""), Placed(1, KEY)]
+        shards.send(step_request(2, retire=[2, 3], adapters=moved, add=[again], chunks=[(4, 1)]))
+        assert [token(5, key=KEY)] == list((await shards.receive()).token_ids)
+        for _ in range(2):  # whatever it was that is to be forgotten
+            assert "" == (await shards.prepare_adapter(OTHER_KEY, "")).problem
 
 
 @pytest.mark.parametrize("open_shards", [fake_shards, real_shards])
@@ -140,6 +189,8 @@ async def test_answers_of_all_ranks_are_merged(tmp_path: Path) -> None:
     async with real_shards(tmp_path) as shards:
         info = await shards.info()
         assert (info.weight_bytes, info.most_proposals, info.proposes) == ((0, 1), 3, "three heads")
+        assert (info.adapter_rows, info.adapter_bytes, info.no_adapters) == (3, 99, "")
+        assert Prepared(6) == await shards.prepare_adapter(KEY, "/a")  # where it takes most
         cache = await shards.warmup(max_batch_total_tokens=0, max_total_tokens=10)
         assert (cache.max_batch_total_tokens, cache.num_blocks) == (4080, 255)
         assert (cache.num_states, cache.checkpoint_blocks) == (8, 3)  # those of the rank that has some
@@ -174,6 +225,41 @@ async def test_one_rank_that_fails_alone_is_named(behaviour: Any, message: str, 
             await shards.receive()
             await shards.receive()  # rank 0 may have answered the first step before it knew
         assert ("ended" in message) is not caught.value.is_known
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "problem"),
+    [
+        ("it is damaged", "it is damaged"),
+        ("hang", "shard 1: it does not answer"),
+        ("abort", "shard 1: unknown: Unexpected <class 'RuntimeError'>: a bug"),
+    ],
+)
+async def test_a_rank_that_cannot_prepare_an_adapter_refuses_it_and_goes_on(
+    behaviour: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "PREPARE_DEADLINE_S", 0.5)
+    async with real_shards(tmp_path, {(1, 0): behaviour}) as shards:
+        assert problem == (await shards.prepare_adapter(KEY, "/a")).problem
+        shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+        assert [1] == list((await shards.receive()).ids)
+
+
+async def test_a_rank_that_is_lost_while_it_prepares_an_adapter_is_named(tmp_path: Path) -> None:
+    async with real_shards(tmp_path, {(1, 0): "end"}) as shards:
+        with pytest.raises(ShardError, match="shard 1: its connection ended") as caught:
+            await shards.prepare_adapter(KEY, "/a")
+        assert not caught.value.is_known
+
+
+def test_what_ranks_say_of_an_adapter_is_taken_together() -> None:
+    replies = [pb.PrepareAdapterReply(device_bytes=count) for count in (3, 9, 4)]
+    assert Prepared(9) == prepared_of(replies)
+    refusals = [ShardError(1, "it does not answer"), pb.PrepareAdapterReply(problem="it is damaged")]
+    assert "shard 1: it does not answer" == prepared_of([replies[0], *refusals]).problem
+    lost = ShardError(2, "its connection ended", is_known=False)
+    with pytest.raises(ShardError, match="shard 2"):
+        prepared_of([*refusals, lost])
 
 
 async def test_cancelled_wait_for_a_reply_is_a_cancellation(tmp_path: Path) -> None:
@@ -214,10 +300,12 @@ async def test_large_steps_pass(tmp_path: Path) -> None:
         ([step_request(1, add=[sequence(1, [5])]), step_request(2, retire=[1], add=[sequence(1, [5])])], "used again"),
         ([step_request(1, add=[sequence(1, [5] * 17)], chunks=[(1, 17)])], "outgrew its blocks"),
         ([step_request(step) for step in (1, 2, 3)], "more than two requests"),
+        ([step_request(1, adapters=[Placed(1, KEY)])], "an adapter that is not prepared"),
+        ([step_request(1, add=[sequence(1, [5], adapter=1)])], "an adapter from an empty row"),
     ],
 )
 async def test_double_refuses_what_a_shard_must_never_get(requests: list[pb.StepRequest], violation: str) -> None:
-    shards = FakeShardedClient()
+    shards = FakeShardedClient(adapter_rows=3)
     with pytest.raises(ProtocolViolation, match=violation):
         for request in requests:
             shards.send(request)

@@ -72,6 +72,17 @@ def test_tied_head_is_stored_once_under_the_name_of_the_embedding(source: Path, 
         assert "wte.weight" == file.metadata()["lm_head.weight"]
 
 
+def test_an_adapter_keeps_its_description_and_every_name(source: Path, target: Path) -> None:
+    (source / "adapter_config.json").write_text('{"r": 8}')
+    tensor = torch.arange(4.0).reshape(2, 2)
+    save({"a.lora_A.weight": tensor, "b.lora_A.weight": tensor}, source, "adapter_model.bin")
+    save({"other": tensor}, source)
+    convert.convert_once("adapter", source, target)
+    stored = load_file(target / "adapter_model.safetensors")
+    assert {"a.lora_A.weight", "b.lora_A.weight"} == stored.keys() and torch.equal(tensor, stored["b.lora_A.weight"])
+    assert '{"r": 8}' == (target / "adapter_config.json").read_text()
+
+
 def test_views_of_one_tensor_are_stored_apart(source: Path, target: Path) -> None:
     whole = torch.arange(8.0).reshape(2, 4)
     save({"whole": whole, "row": whole[1], "column": whole[:, 1], "turned": whole.T}, source)

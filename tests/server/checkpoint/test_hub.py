@@ -25,6 +25,7 @@ from server.checkpoint import hub
 from server.checkpoint.files import HubError
 from server.checkpoint.hub import Repository, ResolvedModel
 
+MADE = {"weights": "model.safetensors", "tokenizer": "tokenizer.json", "adapter": "adapter_model.safetensors"}
 SHA = "1234567890abcdef1234567890abcdef12345678"
 
 
@@ -61,7 +62,7 @@ def resolve(model: Path | str, **options: Any) -> ResolvedModel:
 def made(kind: str, source: Path, target: Path) -> None:
     """Stands in for a conversion."""
     target.mkdir()
-    (target / {"weights": "model.safetensors", "tokenizer": "tokenizer.json"}[kind]).write_bytes(safetensors())
+    (target / MADE[kind]).write_bytes(safetensors())
 
 
 def index(folder: Path, *names: object) -> None:
@@ -412,6 +413,47 @@ def test_only_the_files_of_the_index_are_fetched(fake_hub: FakeHub, download: An
     fake_hub.files |= {name: safetensors() for name in names} | {"consolidated.safetensors": safetensors()}
     fake_hub.files["model.safetensors.index.json"] = json.dumps(weight_map).encode()
     assert names == sorted(path.name for path in download().weights_path.glob("*.safetensors"))
+
+
+def adapter_of(adapter_id: str, **options: Any) -> Path:
+    defaults = {"convert": made, "user_cache": Path("/nonexistent"), "report": lambda _: None, "pauses": ()}
+    return hub.resolve_adapter(adapter_id, **{**defaults, **options})
+
+
+@pytest.fixture
+def download_adapter(fake_hub: FakeHub, tmp_path: Path) -> Callable[..., Path]:
+    """From a repository that has a merged model too."""
+    described = {"adapter_config.json": b"{}", "README.md": b"", "training_args.bin": b"a pickle"}
+    del fake_hub.files["config.json"]
+    fake_hub.files |= described | {"adapter_model.safetensors": safetensors(), "adapter_model.bin": b"a pickle"}
+    return lambda **options: adapter_of("some/model", cache_dir=str(tmp_path), endpoint=fake_hub.url, **options)
+
+
+def test_of_an_adapter_its_own_files_are_fetched(fake_hub: FakeHub, download_adapter: Any) -> None:
+    folder = download_adapter(revision="v1")
+    expected = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"}
+    assert expected == {path.name for path in folder.iterdir()}
+    fake_hub.requests.clear()
+    assert folder == download_adapter(revision="v1", offline=True) and not fake_hub.requests
+
+
+def test_an_adapter_in_an_old_format_is_converted(fake_hub: FakeHub, download_adapter: Any) -> None:
+    del fake_hub.files["adapter_model.safetensors"]
+    folder = download_adapter()
+    assert "adapter_model.safetensors" in {path.name for path in folder.iterdir()} and "adapter-" in folder.name
+
+
+def test_what_is_no_adapter_is_refused(fake_hub: FakeHub, download_adapter: Any, tmp_path: Path) -> None:
+    del fake_hub.files["adapter_model.safetensors"], fake_hub.files["adapter_model.bin"]
+    with pytest.raises(HubError, match="some/model has no weights in a supported format"):
+        download_adapter()
+    del fake_hub.files["adapter_config.json"]
+    with pytest.raises(HubError, match=r"some/model has no adapter_config\.json: it is no adapter that can be served"):
+        download_adapter()
+    with pytest.raises(HubError, match="the adapter /no/where is not a folder"):
+        adapter_of("/no/where")
+    with pytest.raises(HubError, match=r"adapter_config\.json is missing \(the adapter's description\)"):
+        adapter_of(str(tmp_path))
 
 
 def test_index_from_the_hub_is_not_trusted(fake_hub: FakeHub, download: Any) -> None:

@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from server.ranks.collectives import Shard, connect, disconnect
+from server.stepping.engine import Engine
 from tests.server.driver import (
     CPU,
     GREEDY,
@@ -31,6 +33,7 @@ from tests.server.driver import (
     generate,
     greedy,
     load_engine,
+    place_adapters,
     sampled,
 )
 from tests.server.offload.streaming import offloaded, streaming
@@ -72,9 +75,11 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
     model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
     weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files. A ! behind
     all that: sequences have drafts; a ? and a folder, or ?mtp: those of the speculative model there, or of the served
-    one's own layer, whose proposals stand behind the tokens.
+    one's own layer, whose proposals stand behind the tokens. A ~ and folders with commas, last of all: two of three
+    prompts have these adapters.
     """
-    model, proposes, speculative = str(model).partition("?")
+    model, _, adapters = str(model).partition("~")
+    model, proposes, speculative = model.partition("?")
     model, has_drafts, _ = model.partition("!")
     format, _, stored = model.rpartition("=")
     stored, _, shares = stored.partition("@")
@@ -98,8 +103,11 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             tokens=1024,
             total_tokens=64,
             warms_up=False,
+            adapters=len(adapters.split(",")) if adapters else 0,
             **settings,
         )
+        if adapters:
+            return [prompt.tokens for prompt in generate(engine, adapted(engine, adapters.split(",")))]
         found = [prompt.tokens for prompt in generate(engine, prompts())]
         if proposes and speculative == "mtp":
             noting = Noting(found)
@@ -110,6 +118,12 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             found = [prompt.tokens for prompt in generate(engine, prompts(), drafter)]
             return found + [[proposal.id, got, *proposal.token_ids] for got, proposal in drafter.noted]
         return [prompt.tokens for prompt in generate(engine, prompts(), Drafter(found))] if has_drafts else found
+
+
+def adapted(engine: Engine, folders: Sequence[str]) -> list[Prompt]:
+    """The prompts, of which some have these adapters."""
+    place_adapters(engine, list(map(Path, folders)))
+    return [replace(prompt, adapter=i % (len(folders) + 1)) for i, prompt in enumerate(prompts())]
 
 
 def run_rank(arguments: tuple[int, int, str, Sequence[str]]) -> dict[str, list[list[int]]]:

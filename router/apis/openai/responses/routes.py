@@ -78,7 +78,7 @@ class InputRequest(Lenient):
 
     input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
     instructions: str | None = Field(default=None, description="The system prompt.")
-    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
+    model: ModelName | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     tools: Objects | None = Field(default=None, description="Functions that the model may call.")
@@ -299,7 +299,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         candidates = candidates_of(body, is_read=turn.reading is not None, most=most)
         wanted = scored(turn.prompt_request(given), candidates, of_prompt=False)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
-        model = body.model or services.config.model_id
+        model = body.model or services.adapters.base
         head = answers.Head(request.state.request_id, model, echo_of(body), created_of(request))
         frames, shape = partial(ResponseFrames, head, scoring), partial(answers.response, head, scoring)
         told: dict[str, Any] = {"is_stream": body.stream is True, "frames": frames, "shape": shape}
@@ -322,4 +322,4 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
 def turn_in(body: InputRequest, services: Services) -> Turn:
     """What a body waits for. Raises ValidationError."""
     body.refuse_what_is_not_served()
-    return turn_of(services, transcript_of(body), offer_of(body), variables_of(body))
+    return turn_of(services, transcript_of(body), offer_of(body), variables_of(body), model=body.model)

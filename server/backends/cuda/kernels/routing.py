@@ -97,12 +97,19 @@ class FusedRouting:
 
     def __call__(self, router: LinearFormat, x: Tensor, bias: Tensor | None = None) -> FusedRoutes:
         weights, chosen = self.choose(router, x, bias)
-        tokens, places = torch.empty_like(chosen).view(-1), torch.empty_like(chosen).view(-1)
-        ends = chosen.new_empty(self.num_experts)
-        _group[(self.num_experts,)](
-            chosen, tokens, places, ends, chosen.numel(), EXPERTS=self.num_experts, TOP_K=self.top_k, TILE=PAIRS_TILE
-        )
+        tokens, places, ends = grouped(chosen, self.num_experts, self.top_k)
         return FusedRoutes(tokens, ends, weights, places)
+
+
+def grouped(chosen: Tensor, num_experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """chosen [T, k], experts of tokens → the pairs by expert, int32: tokens [T * k], places [T * k], and ends [E]."""
+    tokens, places, ends = (
+        chosen.new_empty(count, dtype=torch.int32) for count in (chosen.numel(), chosen.numel(), num_experts)
+    )
+    _group[(num_experts,)](
+        chosen, tokens, places, ends, chosen.numel(), EXPERTS=num_experts, TOP_K=top_k, TILE=PAIRS_TILE
+    )
+    return tokens, places, ends
 
 
 @triton.jit

@@ -1,0 +1,258 @@
+"""Which adapter a request means: from names to adapters, each known by its content.
+
+Names come from the command line, from the folder that `--adapter-dir` names, and from requests to load one. A name that
+is none of them is refused, and never stands for the model without an adapter. Where no adapters are served, any name of
+a model stands for the one there is.
+
+An adapter is what its files hold now: whether they look as before is asked at most once a second, when a request wants
+them, and what looks different is read again and is then another adapter, with another key. Requests that run go on with
+the one that they have. Names that lead to nothing leave nothing behind.
+
+Left out: what lies on the disk (`adapter_files.py`), where adapters are in memory (`router/scheduling/adapters.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from router.config import ADAPTER_NAME_RULE, is_adapter_name
+from router.errors import Unavailable, UnknownModel, ValidationError
+from router.requests.adapter_files import Changing, Content, Missing, Unfit, appearance, read_content
+from router.scheduling.adapters import Adapter
+from router.telemetry.request_log import harmless
+
+LOOK_S = 1.0  # how long what was seen of files is believed
+READS_AT_ONCE = 2  # threads that read whole adapters
+MOST_FOUND = 10_000  # that are kept of the folder's; others are found again when they are asked for
+MOST_NAMED = 10_000  # where loading comes to an end
+MOST_UNLOADED = 10_000
+SHOWN_NAMES = 10  # in a refusal
+BASE = ""  # what stands for the model without an adapter, among the names that a key may use
+GB = 10**9
+NO_LIMIT = 1 << 62
+
+Allowed = Collection[str] | None  # names that a key may use; None: all
+Prepare = Callable[[Adapter], Awaitable[str | None]]
+
+
+@dataclass(slots=True)
+class Source:
+    """A name, and where its files are. within: the folder that they must lie in."""
+
+    name: str
+    path: str
+    within: str | None = None
+    content: Content | None = None
+    looked_at: float = 0.0
+    looking: asyncio.Task[Adapter] | None = None
+
+
+class Adapters:
+    """All adapters that requests may name. Raises ValueError for names of the settings that cannot be.
+
+    own_names: of the model, the first of which is shown. is_on: whether there may be any. most_bytes: of one's files.
+    """
+
+    def __init__(
+        self,
+        own_names: Sequence[str],
+        listed: Iterable[tuple[str, str]] = (),
+        folder: str | None = None,
+        *,
+        is_on: bool = True,
+        most_bytes: int = NO_LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.base = own_names[0]
+        self.is_on = is_on
+        self.folder = None if folder is None else str(Path(folder).expanduser())
+        self._own = frozenset(own_names)
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._named = {name: Source(name, path) for name, path in listed}
+        self._found: OrderedDict[str, Source] = OrderedDict()  # in the folder, the latest used last
+        self._arriving: dict[str, Source] = {}  # that are looked at for the first time
+        self._unloaded: OrderedDict[str, None] = OrderedDict()  # names that the folder does not bring back
+        self._reading = asyncio.Semaphore(READS_AT_ONCE)
+
+    # ------------------------------------------------------------------------------------------------------- asking
+
+    def __len__(self) -> int:
+        return len(self._named) + len(self._found)
+
+    def names(self, allowed: Allowed = None) -> Iterator[str]:
+        """Those that are known, of those that a key may use."""
+        every = (name for names in (self._named, self._found) for name in names)
+        return (name for name in every if allowed is None or name in allowed)
+
+    def serves_base(self, allowed: Allowed = None) -> bool:
+        """Whether a key may use the model without an adapter."""
+        return allowed is None or BASE in allowed or not self._own.isdisjoint(allowed)
+
+    async def chosen(self, model: str | None, adapter_id: str | None, allowed: Allowed = None) -> Adapter | None:
+        """The adapter that a request means by what it names; None: the model without one.
+
+        Raises UnknownModel, and ValidationError and Unavailable for one whose files cannot be served.
+        """
+        name = model if adapter_id is None else adapter_id
+        if not self.is_on:
+            if adapter_id is not None:
+                raise ValidationError(
+                    "this server has no adapters: leave `adapter_id` out, or start it with --lora-adapters"
+                )
+            return None
+        if not name or name in self._own:
+            if not self.serves_base(allowed):
+                raise self._unknown(name or self.base, allowed)
+            return None
+        return await self.find(name, allowed)
+
+    async def find(self, name: str, allowed: Allowed = None) -> Adapter:
+        """The adapter of a name as it is now. Raises as `chosen` does."""
+        if allowed is not None and name not in allowed:
+            raise self._unknown(name, allowed)
+        source = self._source(name)
+        if source is None:
+            raise self._unknown(name, allowed)
+        try:
+            return await self._adapter(source)
+        except Missing:
+            self._found.pop(name, None)
+            if name in self._named:
+                raise Unavailable(f"the files of the adapter {name} are not there: put them back") from None
+            raise self._unknown(name, allowed) from None
+
+    async def listed(self) -> list[Adapter]:
+        """Those that the settings name. Raises ValueError for one that cannot be read."""
+        return [await self._listed(source) for source in list(self._named.values())]
+
+    async def _listed(self, source: Source) -> Adapter:
+        try:
+            return await self._adapter(source)
+        except (Missing, Unavailable) as error:
+            raise ValueError(f"adapter {source.name}: {error}") from None
+
+    def _source(self, name: str) -> Source | None:
+        """Where the files of a name would be."""
+        if (known := self._named.get(name) or self._arriving.get(name)) is not None:
+            return known
+        if (found := self._found.get(name)) is not None:
+            self._found.move_to_end(name)
+            return found
+        if self.folder is None or name in self._unloaded or "/" in name or not is_adapter_name(name):
+            return None
+        return Source(name, f"{self.folder}/{name}", self.folder)
+
+    async def _adapter(self, source: Source) -> Adapter:
+        """What its files hold, which are looked at once for all who ask meanwhile. Raises Missing too."""
+        if source.content is not None and self._clock() - source.looked_at < LOOK_S:
+            return _adapter_of(source.name, source.content)
+        if source.looking is None:
+            is_new = source.name not in self._named and source.name not in self._found
+            if is_new:
+                self._arriving[source.name] = source
+            source.looking = asyncio.ensure_future(self._look(source, is_new=is_new))
+            source.looking.add_done_callback(_forget_failure)  # where those who asked have gone
+        return await asyncio.shield(source.looking)
+
+    async def _look(self, source: Source, *, is_new: bool) -> Adapter:
+        try:
+            source.content = await self._content(source)
+            source.looked_at = self._clock()
+        finally:
+            source.looking = None
+            if is_new:
+                self._arriving.pop(source.name, None)
+        if is_new and source.name not in self._unloaded and source.name not in self._named:
+            self._found[source.name] = source
+            if len(self._found) > MOST_FOUND:
+                self._found.popitem(last=False)
+        return _adapter_of(source.name, source.content)
+
+    async def _content(self, source: Source) -> Content:
+        where = (source.path, source.within, self._most_bytes)
+        try:
+            looks = await asyncio.to_thread(appearance, *where)
+            if source.content is not None and source.content.looks == looks:
+                return source.content
+            async with self._reading:
+                return await asyncio.to_thread(read_content, *where)
+        except Unfit as error:
+            raise ValidationError(f"the adapter {source.name} {error}") from None
+        except Changing as error:
+            raise Unavailable(f"the adapter {source.name} {error}: ask again") from None
+
+    def _unknown(self, name: str, allowed: Allowed) -> UnknownModel:
+        """The refusal of a name, with the beginning of those that there are."""
+        shown = list(islice(self.names(allowed), SHOWN_NAMES))
+        count = len(self) if allowed is None else sum(1 for _ in self.names(allowed))
+        served = [*([self.base] if self.serves_base(allowed) else []), *shown]
+        more = f" and {count - len(shown)} more" if count > len(shown) else ""
+        there = f"{', '.join(served) or 'nothing that this API key may use'}{more}"
+        return UnknownModel(f"the model {harmless(name)} is not served here: there is {there}")
+
+    # ----------------------------------------------------------------------------------------------------- changing
+
+    async def load(self, name: str, path: str, *, in_place: bool, prepare: Prepare) -> Adapter:
+        """Have a name stand for the adapter at `path`, below the folder, from now on.
+
+        in_place: whether it may stand for another one already. prepare: has the shards read it, and gives the sentence
+        that says why they cannot serve it. Raises ValidationError and Unavailable; the name then stays as it was.
+        """
+        if not self.is_on or self.folder is None:
+            raise ValidationError("no adapters are loaded here: start the server with a folder for them, --adapter-dir")
+        if name in self._own or not is_adapter_name(name):
+            own = "it is the model's own" if name in self._own else ADAPTER_NAME_RULE
+            raise ValidationError(f"`lora_name` {harmless(name)} cannot be an adapter's: {own}")
+        if len(self._named) >= MOST_NAMED and name not in self._named:
+            raise ValidationError(f"{MOST_NAMED} adapters are loaded, which is the most: unload some")
+        if not in_place and (name in self._named or name in self._found):
+            raise ValidationError(
+                f"the adapter {name} is loaded already: set `load_inplace` to true to have another in its place"
+            )
+        source = Source(name, f"{self.folder}/{path}" if not path.startswith("/") else path, self.folder)
+        try:
+            source.content = await self._content(source)
+        except Missing as error:
+            raise ValidationError(
+                f"`lora_path` {harmless(path)} {error}: give the path of an adapter's folder in that of --adapter-dir"
+            ) from None
+        adapter = _adapter_of(name, source.content)
+        if problem := await prepare(adapter):
+            raise ValidationError(problem)
+        source.looked_at = self._clock()
+        self._found.pop(name, None)
+        self._unloaded.pop(name, None)
+        self._named[name] = source
+        return adapter
+
+    async def unload(self, name: str) -> Adapter | None:
+        """Have a name stand for nothing; what runs goes on. Returns what it stood for, if that was ever looked at.
+
+        Raises UnknownModel.
+        """
+        source = self._named.pop(name, None) or self._found.pop(name, None)
+        if source is None:
+            await self.find(name)  # one that lies in the folder, and that nobody has asked for
+            source = self._found.pop(name, None)
+        if source is None:
+            raise self._unknown(name, None)
+        self._unloaded[name] = None
+        if len(self._unloaded) > MOST_UNLOADED:
+            self._unloaded.popitem(last=False)
+        return None if source.content is None else _adapter_of(name, source.content)
+
+
+def _forget_failure(looking: asyncio.Task[Adapter]) -> None:
+    if not looking.cancelled():
+        looking.exception()
+
+
+def _adapter_of(name: str, content: Content) -> Adapter:
+    return Adapter(name, content.key, content.looks.folder)

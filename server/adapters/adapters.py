@@ -1,0 +1,101 @@
+"""The adapters of one rank: those whose files have been read, and which of them is in which row.
+
+Files are read by a thread of its own, beside the steps; rows change between two steps, on the compute thread. What was
+read stays on the host until it is forgotten, and where the device is the host, a row has the very same tensors.
+
+Left out: which adapters are read, and which are in rows; the router says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+
+class Change(Protocol):
+    """What an adapter makes of one layer, which knows how to put itself there."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes in a row."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether captured steps compute it."""
+
+    def put(self, row: int) -> None:
+        """Into a row of its layer."""
+
+    def take_out(self, row: int) -> None:
+        """The row is empty from now on."""
+
+
+# Reads an adapter's files: what it makes of each layer of this rank. Raises AdapterError.
+ReadChanges = Callable[[bytes, Path], list[Change]]
+
+
+@dataclass
+class Adapters:
+    """See the module. read: what reads files; budget: bytes of all rows together, on the device."""
+
+    num_rows: int
+    budget: int
+    read: ReadChanges
+    _prepared: dict[bytes, list[Change]] = field(default_factory=dict)
+    _placed: dict[int, list[Change]] = field(default_factory=dict)
+
+    def prepare(self, key: bytes, folder: Path) -> int:
+        """Read an adapter, unless it is there; returns the bytes that it takes in a row. Raises AdapterError."""
+        if key not in self._prepared:
+            self._prepared[key] = self.read(key, folder)
+        return sum(change.nbytes for change in self._prepared[key])
+
+    def forget(self, key: bytes) -> None:
+        """Let go of what was read. A row that has it keeps it."""
+        self._prepared.pop(key, None)
+
+    def place(self, places: Iterable[tuple[int, bytes]]) -> None:
+        """Have rows hold prepared adapters, or with an empty key nothing. If that fails, all of these rows are empty.
+
+        Raises ValueError for what breaks the wire's contract.
+        """
+        places = [*places]
+        for row, _ in places:
+            if not 0 < row <= self.num_rows:
+                raise ValueError(f"an adapter goes to row {row}, but there are rows 1 to {self.num_rows}")
+            self._empty(row)  # all of them first: what they held makes room
+        try:
+            for row, key in places:
+                if key:
+                    self._fill(row, key)
+        except BaseException:
+            for row, _ in places:
+                self._empty(row)
+            raise
+
+    def _fill(self, row: int, key: bytes) -> None:
+        if key not in self._prepared:
+            raise ValueError(f"adapter {key.hex()} goes to row {row}, but it is not prepared")
+        self._placed[row] = self._prepared[key]
+        for change in self._placed[row]:
+            change.put(row)
+
+    def _empty(self, row: int) -> None:
+        for change in self._placed.pop(row, ()):
+            change.take_out(row)
+
+    def clear(self) -> None:
+        """Empty all rows."""
+        for row in [*self._placed]:
+            self._empty(row)
+
+    def are_capturable(self, rows: Iterable[int]) -> bool:
+        """Whether captured steps compute what is in these rows."""
+        return all(change.is_capturable for row in rows for change in self._placed.get(row, ()))
+
+    @property
+    def rows(self) -> Mapping[int, list[Change]]:
+        """What each row has that is not empty."""
+        return self._placed

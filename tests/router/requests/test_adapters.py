@@ -1,0 +1,339 @@
+"""Names and what they stand for: what files hold now, and nothing where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from router.errors import Unavailable, UnknownModel, ValidationError
+from router.requests import adapter_files, adapters
+from router.requests.adapters import Adapters
+from router.scheduling.adapters import Adapter
+from server.adapters.identity import content_key
+from tests.adapter_folders import adapter_folder
+from tests.router.scheduling.test_drain_rate import Clock
+
+OWN = ("a/model", "tgi")
+HOSTILE = (
+    *(
+        "..",
+        ".",
+        "../home",
+        "../home/alice",
+        "home/alice",
+        "alice/",
+        "alice/.",
+        "./alice",
+        "/etc",
+        "//",
+        "alice/../alice",
+    ),
+    *("%2e%2e%2falice", "..\\alice", "alice\0", "\0", "alice\n", " alice", "alice ", "~root", "$HOME", "*", "al?ce"),
+    *(".hidden", "\u202ealice", "\uff0e\uff0e/", "\ud7ff", "a" * 5000, "a/" * 2500, "CON", "-rf", "--", "tgi/alice"),
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """The folder of --adapter-dir, beside another one with an adapter."""
+    adapter_folder(tmp_path / "outside" / "carol", "c")
+    adapter_folder(tmp_path / "home" / "alice", "a")
+    adapter_folder(tmp_path / "home" / ".hidden", "h")
+    return tmp_path / "home"
+
+
+def of_folder(home: Path, clock: Clock | None = None, **options: Any) -> Adapters:
+    return Adapters(OWN, (), str(home), clock=clock or Clock(), **options)
+
+
+async def refusal(found: Adapters, name: str, kind: type[Exception] = UnknownModel) -> str:
+    with pytest.raises(kind) as refused:
+        await found.chosen(name, None)
+    return str(refused.value)
+
+
+async def ready(_: Adapter) -> None:
+    """Shards that serve any adapter."""
+
+
+async def test_without_adapters_any_name_is_the_model() -> None:
+    none = Adapters(OWN, is_on=False)
+    assert [None] * 4 == [await none.chosen(name, None) for name in ("a/model", "gpt-4", "", None)]
+    with pytest.raises(ValidationError, match="this server has no adapters: leave `adapter_id` out"):
+        await none.chosen(None, "alice")
+
+
+async def test_a_name_is_an_adapter_s_or_the_model_s_and_nothing_else(tmp_path: Path) -> None:
+    folders = {name: adapter_folder(tmp_path / name.replace("/", "-"), name) for name in ("alice", "b/ob")}
+    found = Adapters(OWN, [(name, str(folder)) for name, folder in folders.items()])
+    assert [None] * 4 == [await found.chosen(name, None) for name in ("a/model", "tgi", "", None)]
+    for name, folder in folders.items():
+        expected = Adapter(name, content_key(folder), str(folder))
+        assert expected == await found.chosen(name, None) == await found.chosen(None, name)
+        assert expected == await found.chosen("a/model", name)
+    assert "the model Alice is not served here: there is a/model, alice, b/ob" == await refusal(found, "Alice")
+    assert "the model b is not served here" in await refusal(found, "b")
+
+
+async def test_a_refusal_shows_the_beginning_of_many_names() -> None:
+    found = Adapters(OWN, [(f"adapter-{number}", "/nowhere") for number in range(30)])
+    assert (await refusal(found, "x" * 9000 + "\n")).endswith("adapter-9 and 20 more")
+    assert len(await refusal(found, "x" * 9000)) < 300 and "\n" not in await refusal(found, "\n")
+
+
+async def test_a_key_sees_its_own_names_alone(tmp_path: Path) -> None:
+    folder = str(adapter_folder(tmp_path / "alice"))
+    found = Adapters(OWN, [("alice", folder), ("bob", folder)])
+    mine = frozenset({"alice"})
+    assert "alice" == getattr(await found.chosen("alice", None, mine), "name", None)
+    for name in ("bob", "carol", "a/model", "tgi", None):
+        with pytest.raises(UnknownModel, match=r"is not served here: there is alice$"):
+            await found.chosen(name, None, mine)
+    for base in ("", "a/model", "tgi"):
+        assert None is await found.chosen(None, None, frozenset({base}))
+        assert ["alice"] == list(found.names(frozenset({base, "alice"})))
+    with pytest.raises(UnknownModel, match="there is nothing that this API key may use"):
+        await found.chosen("a/model", None, frozenset({"gone"}))
+
+
+async def test_a_folder_is_found_when_it_is_asked_for_and_not_before(home: Path) -> None:
+    found = of_folder(home)
+    assert [] == list(found.names())
+    assert content_key(home / "alice") == getattr(await found.chosen("alice", None), "key", None)
+    assert ["alice"] == list(found.names())
+    await refusal(found, "bob")
+    adapter_folder(home / "bob", "b")
+    assert "bob" == getattr(await found.chosen("bob", None), "name", None)
+    shutil.rmtree(home / "bob")
+    found._clock.now += 2  # type: ignore[attr-defined]
+    await refusal(found, "bob")
+    assert ["alice"] == list(found.names())
+
+
+async def test_no_name_leads_out_of_the_folder_or_to_what_is_hidden(home: Path, tmp_path: Path) -> None:
+    (home / "link").symlink_to(tmp_path / "outside" / "carol")
+    (home / "up").symlink_to("..")
+    (home / "itself").symlink_to("itself")
+    (home / "same").symlink_to(".")
+    (home / "file").write_text("")
+    os.mkfifo(home / "pipe")
+    adapter_folder(home / "stolen")
+    (home / "stolen" / "adapter_model.safetensors").unlink()
+    (home / "stolen" / "adapter_model.safetensors").symlink_to(tmp_path / "outside/carol/adapter_model.safetensors")
+    found = of_folder(home)
+    for name in (*HOSTILE, "link", "up", "itself", "same", "file", "pipe", "stolen"):
+        sentence = await refusal(found, name)
+        assert sentence.isprintable() and len(sentence) < 200 and str(tmp_path) not in sentence
+    assert [] == list(found.names()) and not found._arriving and not found._unloaded
+
+
+async def test_a_link_within_the_folder_may_be_turned(home: Path) -> None:
+    adapter_folder(home / "v2", "b")
+    (home / "latest").symlink_to("alice")
+    found = of_folder(home)
+    first = await found.find("latest")
+    (home / "latest").unlink()
+    (home / "latest").symlink_to("v2")
+    found._clock.now += 2  # type: ignore[attr-defined]
+    second = await found.find("latest")
+    assert [content_key(home / "alice"), content_key(home / "v2")] == [first.key, second.key]
+    assert [str(home / "alice"), str(home / "v2")] == [first.folder, second.folder]
+
+
+async def test_ten_thousand_names_that_are_nobody_s_leave_nothing(home: Path) -> None:
+    found = of_folder(home)
+
+    async def ask(start: int, stop: int) -> int:
+        """How many objects there are afterwards."""
+        for number in range(start, stop, 50):
+            asked = [found.chosen(f"nobody-{one}", None) for one in range(number, number + 50)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert {UnknownModel} == set(map(type, answers))
+        del asked, answers
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = await ask(0, 1_000)
+    assert await ask(1_000, 10_000) - before < 200
+    assert not (found._found or found._arriving or found._unloaded)
+
+
+async def test_files_that_changed_are_another_adapter_within_a_second(home: Path) -> None:
+    found, clock = of_folder(home), Clock()
+    found._clock = clock
+    first = await found.find("alice")
+    adapter_folder(home / "alice", "b")
+    clock.now += 0.5
+    assert first == await found.find("alice")
+    clock.now += 0.5
+    second = await found.find("alice")
+    assert first.key != second.key == content_key(home / "alice")
+    (home / "alice" / "adapter_config.json").write_text("{}")
+    clock.now += 1
+    assert second.key != (await found.find("alice")).key
+    shutil.rmtree(home / "alice")
+    adapter_folder(home / "alice", "a")
+    clock.now += 1
+    assert first == await found.find("alice")
+
+
+async def test_files_are_read_once_however_many_ask_and_looked_at_once_a_second(home: Path) -> None:
+    found = of_folder(home)
+    reads, looks = [], []
+    read, look = adapter_files.content_key, adapters.appearance
+
+    def reading(folder: Path) -> bytes:
+        reads.append(folder)
+        return read(folder)
+
+    def looking(*where: Any) -> Any:
+        looks.append(where)
+        return look(*where)
+
+    with patch.object(adapter_files, "content_key", reading), patch.object(adapters, "appearance", looking):
+        await asyncio.gather(*(found.find("alice") for _ in range(50)))
+        assert (1, 1) == (len(reads), len(looks))
+        for _ in range(50):
+            await found.find("alice")
+        assert (1, 1) == (len(reads), len(looks))
+        found._clock.now += 1  # type: ignore[attr-defined]
+        await asyncio.gather(*(found.find("alice") for _ in range(50)))
+        assert (1, 2) == (len(reads), len(looks))
+
+
+async def test_who_leaves_takes_no_look_of_others_along(home: Path) -> None:
+    found = of_folder(home)
+    first, second = (asyncio.ensure_future(found.find("alice")) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert "alice" == (await second).name and first.cancelled()
+
+
+async def test_what_cannot_be_served_is_a_sentence(home: Path) -> None:
+    found = of_folder(home, most_bytes=10**6)
+    large = adapter_folder(home / "large")
+    with (large / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(10 * 10**9)  # which takes no room, and would take seconds to be read
+    os.rename(adapter_folder(home / "old") / "adapter_model.safetensors", home / "old" / "adapter_model.bin")
+    (adapter_folder(home / "empty") / "adapter_model.safetensors").unlink()
+    (adapter_folder(home / "pipe") / "adapter_model.safetensors").unlink()
+    os.mkfifo(home / "pipe" / "adapter_model.safetensors")
+    many = adapter_folder(home / "many")
+    for number in range(adapter_files.MOST_FILES):
+        (many / str(number)).touch()
+    for name, sentence in {
+        "large": "the adapter large has 10.00 GB, and adapter_memory has room for what 0.00 GB of files take at most",
+        "old": "the adapter old has weights in *.bin, which are not read while the server runs",
+        "empty": "the adapter empty has no *.safetensors",
+        "pipe": "the adapter pipe has a adapter_model.safetensors that is no regular file",
+        "many": "the adapter many has more than 256 files in its folder",
+    }.items():
+        assert sentence in await refusal(found, name, ValidationError)
+    assert [] == list(found.names())
+
+
+async def test_files_that_are_written_or_gone_are_waited_for(tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path / "alice")
+    found = Adapters(OWN, [("alice", str(folder))])
+
+    def writing(path: Path) -> bytes:
+        adapter_folder(path, str(os.urandom(4)))
+        return content_key(path)
+
+    with patch.object(adapter_files, "content_key", writing):
+        assert "the adapter alice is being written: ask again" == await refusal(found, "alice", Unavailable)
+    shutil.rmtree(folder)
+    assert "the files of the adapter alice are not there: put them back" == await refusal(found, "alice", Unavailable)
+    adapter_folder(folder)
+    assert "alice" == (await found.find("alice")).name
+
+
+async def test_only_some_of_a_large_folder_are_kept(home: Path) -> None:
+    found = of_folder(home)
+    for name in "bcd":
+        adapter_folder(home / name)
+    with patch.object(adapters, "MOST_FOUND", 3):
+        for name in ("alice", "b", "c", "alice", "d"):
+            await found.find(name)
+    assert ["c", "alice", "d"] == list(found.names())
+    assert "b" == (await found.find("b")).name
+
+
+# ------------------------------------------------------------------------------------------------ loading and unloading
+
+
+async def test_a_loaded_adapter_has_a_name_of_its_own_until_it_is_unloaded(home: Path) -> None:
+    found, asked = of_folder(home), list[Adapter]()
+
+    async def prepare(adapter: Adapter) -> None:
+        asked.append(adapter)
+
+    adapter_folder(home / "deep" / "er", "d")
+    loaded = await found.load("mine", "deep/er", in_place=False, prepare=prepare)
+    assert loaded == Adapter("mine", content_key(home / "deep" / "er"), str(home / "deep" / "er")) == asked[0]
+    assert loaded == await found.chosen("mine", None) and ["mine"] == list(found.names())
+    assert loaded == await found.unload("mine")
+    await refusal(found, "mine")
+    with pytest.raises(UnknownModel):
+        await found.unload("mine")
+
+
+async def test_another_takes_a_name_s_place_only_where_that_is_asked_for(home: Path) -> None:
+    found = of_folder(home)
+    adapter_folder(home / "b", "b")
+    first = await found.load("mine", str(home / "alice"), in_place=False, prepare=ready)
+    with pytest.raises(ValidationError, match="the adapter mine is loaded already: set `load_inplace` to true"):
+        await found.load("mine", "b", in_place=False, prepare=ready)
+    assert first == await found.find("mine")
+    second = await found.load("mine", "b", in_place=True, prepare=ready)
+    assert first.key != second.key and second == await found.find("mine")
+
+
+async def test_an_unloaded_name_is_not_found_in_the_folder_again(home: Path) -> None:
+    found = of_folder(home)
+    await found.unload("alice")  # which nobody has asked for yet
+    await refusal(found, "alice")
+    await found.load("alice", "alice", in_place=False, prepare=ready)
+    assert "alice" == (await found.find("alice")).name
+    listed = Adapters(OWN, [("bob", str(home / "alice"))], str(home))
+    await listed.unload("bob")
+    await refusal(listed, "bob")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", ".", "..", "../outside/carol", "alice/..", "link", "/etc", "nobody", "\0", "x" * 5000, "org/repository"],
+)
+async def test_nothing_is_loaded_but_from_below_the_folder(home: Path, path: str) -> None:
+    (home / "link").symlink_to(home.parent / "outside" / "carol")
+    found = of_folder(home)
+    for given in (path, str(home / path) if "\0" not in path else path):
+        with pytest.raises(ValidationError, match=r"`lora_path` .*: give the path of an adapter's folder in that of"):
+            await found.load("mine", given, in_place=True, prepare=ready)
+    assert [] == list(found.names())
+
+
+async def test_what_shards_refuse_is_not_loaded(home: Path) -> None:
+    async def refuse(adapter: Adapter) -> str:
+        return f"the adapter {adapter.name} has NaN in its weights"
+
+    found = of_folder(home)
+    with pytest.raises(ValidationError, match="the adapter mine has NaN in its weights"):
+        await found.load("mine", "alice", in_place=False, prepare=refuse)
+    for name in ("a/model", "tgi", "../x", "", "x" * 129):
+        with pytest.raises(ValidationError, match=r"`lora_name` .*cannot be an adapter's"):
+            await found.load(name, "alice", in_place=False, prepare=ready)
+    with pytest.raises(ValidationError, match="start the server with a folder for them, --adapter-dir"):
+        await Adapters(OWN, [("x", "/x")]).load("mine", "alice", in_place=False, prepare=ready)
+    assert [] == list(found.names())
+    with patch.object(adapters, "MOST_NAMED", 1):
+        await found.load("one", "alice", in_place=False, prepare=ready)
+        with pytest.raises(ValidationError, match="1 adapters are loaded, which is the most: unload some"):
+            await found.load("two", "alice", in_place=False, prepare=ready)

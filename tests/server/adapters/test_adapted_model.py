@@ -1,0 +1,124 @@
+"""What a sequence with an adapter gets is what the merged model gives it, whatever its neighbours have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.backends.cpu.kernels import Kernels
+from server.ranks.collectives import Shard
+from tests.combinations import by_turns
+from tests.server.adapters import made
+from tests.server.checkpoints import Checkpoints
+from tests.server.driver import GREEDY, Drafter, Prompt, generate, load_engine, place_adapters, sampled
+from tests.server.model.test_pipeline import pipeline
+from tests.server.ranks import tensor_parallel
+from tests.server.ranks.test_tensor_parallel import run_ranks
+
+PROMPT = [int(i) for i in torch.randint(4, 103, (40,), generator=torch.Generator().manual_seed(1))]
+CASES = (
+    *("bloom", "opt", "gpt2", "gpt_neox", "falcon-7b", "llama", "mistral", "qwen3", "gemma3_text", "phi3", "t5-gated"),
+    *("qwen3_5", "granitemoehybrid-dense"),
+)
+MIXTURES = ("mixtral", "qwen3_moe", "granitemoe")
+WAYS = ("reference", "kernels")
+OF_RANKS = {
+    2: ("bloom", "gpt2", "llama-biased-tied", "falcon-40b", "t5-gated", "opt-350m"),
+    4: ("bloom", "chatglm3", "qwen3_5", "phi3", "granitemoehybrid-dense"),
+}
+
+
+def prompts() -> list[Prompt]:
+    """Of several kinds of requests, which join one after the other."""
+    ways = (GREEDY, sampled(3), sampled(4, top_k=20))
+    return [Prompt(PROMPT[n:], max_new_tokens=12, sampling=way, joins_at=n, chunk=17) for n, way in enumerate(ways)]
+
+
+@pytest.mark.parametrize(("case", "way"), [*by_turns(CASES, WAYS), *product(MIXTURES, WAYS)])
+@torch.inference_mode()
+def test_tokens_are_those_of_the_merged_models(
+    checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path, case: str, way: str
+) -> None:
+    folder, _ = checkpoints(case)
+    adapters = made.make_several(folder, tmp_path, is_transposed=case == "gpt2")
+    chosen = kernels if way == "kernels" else None
+    engine = load_engine(folder, kernels=chosen, adapters=3)
+    place_adapters(engine, [one.folder for one in adapters])
+    rows = (2, 0, 1)
+    together = generate(engine, [replace(p, adapter=row) for row, p in zip(rows, prompts(), strict=True)])
+    others = [folder, *(one.merged for one in adapters)]
+    for row, mine, alone in zip(rows, together, prompts(), strict=True):
+        (expected,) = generate(load_engine(others[row], kernels=chosen), [replace(alone, joins_at=0)])
+        assert mine.tokens == expected.tokens
+        assert mine.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_generate_the_tokens_of_one(checkpoints: Checkpoints, tmp_path: Path, world_size: int) -> None:
+    models = []
+    for case in OF_RANKS[world_size]:
+        (tmp_path / case).mkdir()
+        adapters = made.make_several(checkpoints(case)[0], tmp_path / case, is_transposed=case == "gpt2")
+        models.append(f"{checkpoints(case)[0]}~{','.join(str(one.folder) for one in adapters)}")
+    expected = {model: tensor_parallel.tokens(model, Shard()) for model in models}
+    assert [expected] * world_size == run_ranks(models, world_size, tmp_path / "rendezvous")
+
+
+@pytest.mark.parametrize("case", ["bloom", "t5-gated", "qwen3_5"])
+def test_stages_generate_the_tokens_of_the_whole(checkpoints: Checkpoints, tmp_path: Path, case: str) -> None:
+    folder = checkpoints(case)[0]
+    folders = [one.folder for one in made.make_several(folder, tmp_path)]
+    sizes = {"warms_up": False, "tokens": 1024, "total_tokens": 64, "adapters": 2}
+    whole = load_engine(folder, **sizes)  # type: ignore[arg-type]
+    place_adapters(whole, folders)
+    with pipeline(folder, 3, adapters=2) as stages:
+        for engine in stages.engines:
+            place_adapters(engine, folders)
+        found, expected = (generate(one, asked_of_ranks()) for one in (stages, whole))  # type: ignore[arg-type]
+        assert [(p.tokens, p.logprobs) for p in found] == [(p.tokens, p.logprobs) for p in expected]
+
+
+def asked_of_ranks() -> list[Prompt]:
+    """Two of three prompts have adapters."""
+    return [replace(prompt, adapter=i % 3) for i, prompt in enumerate(tensor_parallel.prompts())]
+
+
+@pytest.mark.parametrize("case", ["bloom", "llama", "qwen3_5"])
+def test_guesses_change_nothing(checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path, case: str) -> None:
+    folder = checkpoints(case)[0]
+    engine = load_engine(folder, kernels=kernels, adapters=2, warms_up=False, tokens=1024, total_tokens=64)
+    place_adapters(engine, [one.folder for one in made.make_several(folder, tmp_path)])
+    plain = generate(engine, asked_of_ranks())
+    drafter = Drafter([prompt.tokens for prompt in plain])
+    drafted = generate(engine, asked_of_ranks(), drafter)
+    assert drafter.accepted and drafter.refused
+    assert [(p.tokens, p.logprobs) for p in plain] == [(p.tokens, p.logprobs) for p in drafted]
+
+
+@pytest.mark.parametrize("quantise", ["eetq", "int4"])
+def test_quantised_layers_are_changed_as_their_dequantised_weights_are(
+    checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path, quantise: str
+) -> None:
+    folder = checkpoints("llama")[0]
+    dense, merged = made.dequantised(folder, quantise, tmp_path), tmp_path / "merged"
+    made.make(dense, tmp_path / "adapter", merged)
+    engine = load_engine(folder, kernels=kernels, quantise=quantise, quantise_head="none", adapters=1)
+    place_adapters(engine, [tmp_path / "adapter"])
+    mine = generate(engine, [replace(prompt, adapter=1) for prompt in prompts()])
+    expected = generate(load_engine(merged, kernels=kernels), prompts())
+    for one, other in zip(mine, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_offloaded_layers_are_changed_as_others(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = checkpoints("llama")[0]
+    adapters = ",".join(str(one.folder) for one in made.make_several(folder, tmp_path))
+    on_device, on_disk = (
+        tensor_parallel.tokens(f"{folder}{where}~{adapters}", Shard()) for where in ("", "@0%,100%,1")
+    )
+    assert on_device == on_disk
