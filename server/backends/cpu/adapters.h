@@ -59,6 +59,19 @@ struct Table {
     }
 };
 
+// The same of a layer of each expert, of tokens that are sorted by expert and asked for in their order.
+struct ExpertTable {
+    const Change* changes;  // [experts][num_rows]
+    long num_rows;
+    const int64_t* rows;
+    const int32_t* ends;  // behind the last token of each expert
+    long expert = 0;
+    const Change* of(long token) {
+        while (token >= ends[expert]) expert++;
+        return Table{changes + expert * num_rows, rows}.of(token);
+    }
+};
+
 // What tokens are adapted with, which each has of its own.
 struct Adapted {
     const Change* const* changes = nullptr;  // [T], null where a token has none; or null: no token has one
@@ -94,8 +107,6 @@ void shrink_tile(const Word* down, const E* const* from, long inputs, const floa
     for (int m = 0; m < M; m++) x[m] = from[m];
     const long rest = inputs % ELEMENTS;
     for (const Word* const stop = down + inputs / ELEMENTS * GROUP * LINE_WORDS; down < stop; down += GROUP * LINE_WORDS) {
-#pragma GCC unroll 8
-        for (int j = 0; j < GROUP; j++) __builtin_prefetch(down + (6 * GROUP + j) * LINE_WORDS);
         add_line<E>(sums, down, x);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) x[m] += ELEMENTS;
@@ -182,7 +193,7 @@ INLINE long arrange(Run* runs, long count, int32_t* tokens, Block* blocks) {
 
 // Shrinks the inputs x [T, D] of tokens, for the calling thread's next product alone: the memory is used again.
 template <class E, class Table>
-Adapted shrink(const Table& table, const E* x, long tokens, long inputs, int threads) {
+Adapted shrink(Table table, const E* x, long tokens, long inputs, int threads) {
     static thread_local Workspace changes_memory, runs_memory, floats_memory, places_memory, order_memory, blocks_memory;
     if (!table.changes) return {};
     const Change** const changes = changes_memory.take<const Change*>(tokens);
@@ -234,9 +245,7 @@ INLINE void expand_halves(const Change& change, long half, float* const* shrunk,
         }
     const Word* up = change.up + span.at;
     const long other = span.words * HALF;  // words from a half to the next
-    const long ahead = min(2 * span.words, 64) * HALF;  // where the next panel's are, of few ranks
     for (long k = span.first, stop = k + span.words * PER_WORD<E>; k < stop; up += HALF) {
-        for (int h = 0; h < HALVES; h++) __builtin_prefetch(up + h * other + ahead, 0, 2);
         Words right[NV];
 #pragma GCC unroll 8
         for (int v = 0; v < NV; v++) right[v] = load(up + v / HALF_VECTORS * other + v % HALF_VECTORS * LANES);
