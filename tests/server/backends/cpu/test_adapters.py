@@ -1,4 +1,4 @@
-"""Layers that adapters change, in every format of the kernels: as stock operators compute them, each token as if alone."""
+"""Layers that adapters change, in every format of the kernels: as in stock operators, and each token as if alone."""
 
 from __future__ import annotations
 
