@@ -262,7 +262,8 @@ GROUPS = {
     "disable_prefix_caching state_checkpoint_tokens "
     "prefix_cache_host_gb prefix_cache_disk_gb prefix_cache_dir enable_prefill_logprobs "
     "disable_grammar_support",
-    "Adapters": "lora_adapters adapter_dir allow_adapter_changes adapter_memory adapter_host_memory max_adapters",
+    "Adapters": "lora_adapters adapter_dir allow_adapter_changes served_model_name adapter_memory adapter_host_memory "
+    "max_adapters",
     "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
     "graceful_termination_timeout continuation_key",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "

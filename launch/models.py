@@ -60,7 +60,7 @@ def resolve_adapters(settings: Settings, environ: Mapping[str, str], log: Log) -
     """Name and folder of each adapter that the settings name, likewise. Raises Refusal with every problem."""
     found, problems = [], []
     for source in parse_adapters(settings.values["lora_adapters"]):
-        if source.name in own_names(settings.shown_model):
+        if source.name in own_names(settings.shown_model, settings.values["served_model_name"]):
             problems.append(f"--lora-adapters: {source.name} is the model's own name: write NAME=ID with another one")
             continue
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -34,9 +35,9 @@ MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' q
 BASE_ALIAS = "tgi"  # what clients of TGI write where OpenAI's must name a model
 
 
-def own_names(model_id: str) -> frozenset[str]:
-    """What the model is called where other names are adapters'."""
-    return frozenset({model_id, BASE_ALIAS})
+def own_names(model_id: str, served: Sequence[str]) -> tuple[str, ...]:
+    """What the model is called where other names are adapters'; the first is what it calls itself."""
+    return (*served, model_id, BASE_ALIAS)
 
 
 def is_adapter_name(text: str) -> bool:
@@ -518,6 +519,16 @@ class RouterConfig:
             "when": "There are many adapters, or they change. Whoever may write there decides what is served.",
         },
     )
+    served_model_name: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "What requests may call the model beside model_id and `tgi`, where other names are adapters'; "
+            "`/v1/models` shows the first. Repeat the flag or separate by commas.",
+            "unit": "names",
+            "default": "model_id",
+            "when": "model_id is a path, or clients have another name. Without adapters they may use any.",
+        },
+    )
     allow_adapter_changes: bool = field(
         default=False,
         metadata={
@@ -605,6 +616,11 @@ class RouterConfig:
     )
 
     @property
+    def own_names(self) -> tuple[str, ...]:
+        """What requests may call the model itself; the first is what answers and lists call it."""
+        return own_names(self.model_id, self.served_model_name)
+
+    @property
     def has_adapters(self) -> bool:
         """Whether requests may name adapters."""
         return bool(self.adapters or self.adapter_dir is not None or self.allow_adapter_changes)
@@ -631,7 +647,7 @@ class RouterConfig:
     def load(cls, path: str | Path) -> RouterConfig:
         """Read what `to_json` made: the launcher's hand-over to the router process."""
         values = json.loads(Path(path).read_text())
-        for name in ("shard_sockets", "cors_allow_origin"):
+        for name in ("shard_sockets", "cors_allow_origin", "served_model_name"):
             values[name] = tuple(values[name])
         values["adapters"] = tuple((name, folder) for name, folder in values["adapters"])
         return cls(**values)

@@ -66,6 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batch-prefill-tokens", type=options.positive, default=4096, help="as in the server (4096)"
     )
     parser.add_argument(
+        "--adapter-memory", type=options.number(at_least=0), default=0.0, metavar="GB",
+        help="of each device, as in the server where it has adapters (0)",
+    )  # fmt: skip
+    parser.add_argument(
         "--efficiency", type=options.number(above=0, at_most=1), metavar="E",
         help=f"share of the limits that steps are expected to reach, as in simulate ({EFFICIENCY:g}, an assumption)",
     )  # fmt: skip
@@ -94,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     served = ServedModel(named.shape, dtype, quantize, args.kv_cache_dtype, on_cpu)
     device, source = _this(served) if args.device == THIS else (DEVICES[args.device], _data_sheet(args.device))
     pipe, measured = pipeline(args, served), measured_steps(args, named.name, served)
-    capacities = [least_capacity(pipe, device, num_shard, args) for num_shard in args.num_shard]
+    adapter_bytes = args.adapter_memory * 1e9
+    capacities = [least_capacity(pipe, device, num_shard, args, adapter_bytes) for num_shard in args.num_shard]
     if all(found.problem for found in capacities):
         raise BenchError(f"{named.name} on {args.device}: " + "; ".join(f.problem for f in capacities if f.problem))
     result = Result(_context(args, named.name, served), notes=[source, *_notes(args, pipe)])
@@ -181,6 +186,7 @@ def _notes(args: argparse.Namespace, pipe: Pipeline) -> list[str]:
         f"max_batch_total_tokens: what fits, at most {args.max_concurrent_requests} requests of "
         f"{args.max_total_tokens} tokens. On a GPU, {RESERVED_BYTES / 1e9:g} GB, the activations of "
         f"{args.max_batch_prefill_tokens} prompt tokens and the captured decode steps are kept free.",
+        *([f"{args.adapter_memory:g} GB of each device are for adapters."] if args.adapter_memory else []),
         "All-reduces: what the sums over the shards add to the floor at least; the ceilings of throughput include it. "
         + _expected(args),
         *([] if len(pipe.stages) == 1 else [pipe.sentence()]),

@@ -160,9 +160,11 @@ def stored_as(named: NamedShape, quantize: str | None, head: str = "int8") -> st
     return stored.description
 
 
-def least_capacity(pipe: Pipeline, device: DatasheetDevice, num_shard: int, args: Namespace) -> Capacity:
+def least_capacity(
+    pipe: Pipeline, device: DatasheetDevice, num_shard: int, args: Namespace, adapter_bytes: float = 0
+) -> Capacity:
     """The tokens of the pipeline stage with the least room, and the most weights and KV that any stage has."""
-    found = [capacity(stage, device, num_shard, args) for stage in pipe.stages]
+    found = [capacity(stage, device, num_shard, args, adapter_bytes) for stage in pipe.stages]
     return replace(
         min(found, key=lambda stage: (stage.problem is None, stage.kv_tokens)),
         weight_bytes_per_shard=max(stage.weight_bytes_per_shard for stage in found),
@@ -171,23 +173,28 @@ def least_capacity(pipe: Pipeline, device: DatasheetDevice, num_shard: int, args
     )
 
 
-def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args: Namespace) -> Capacity:
-    """How many tokens of KV cache fit beside the weights of one split."""
+def capacity(
+    served: ServedModel, device: DatasheetDevice, num_shard: int, args: Namespace, adapter_bytes: float = 0
+) -> Capacity:
+    """How many tokens of KV cache fit beside the weights of one split. adapter_bytes: that each device keeps free."""
     shape = served.shape
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
     weights += shape.padding_bytes(served.quantize, num_shard)
     weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
     kv_bytes, state = kept_bytes(replace(served, ranks=num_shard), args.max_batch_prefill_tokens, args.max_total_tokens)
-    free = device.free_bytes(weights, _step_bytes(served, device, num_shard, args), num_shard)
+    free = device.free_bytes(weights, _step_bytes(served, device, num_shard, args), num_shard) - adapter_bytes
     # One state is nobody's, and some are kept beside; of the free memory, states and rings have at most half.
     count = args.max_concurrent_requests
-    states = min(free // 2, (count + bool(shape.spec.recurrences) * (1 + num_spares(count))) * state)
+    states = min(max(0, free) // 2, (count + bool(shape.spec.recurrences) * (1 + num_spares(count))) * state)
     tokens = max(0, int((free - states) // (max(1, kv_bytes) * BLOCK_SIZE)) * BLOCK_SIZE)
     blocks = -(-args.max_total_tokens // BLOCK_SIZE) + (shape.spec.encoder is not None)  # which has blocks of its own
     useful = args.max_concurrent_requests * blocks * BLOCK_SIZE
     problem = shape.split_problem(num_shard)
     if problem is None and not tokens:
-        problem = f"{weights / 1e9:.2f} GB of weights a shard leave no room for a KV cache with {num_shard} shards"
+        beside = f" and {adapter_bytes / 1e9:.2f} GB for adapters" if adapter_bytes else ""
+        problem = (
+            f"{weights / 1e9:.2f} GB of weights a shard{beside} leave no room for a KV cache with {num_shard} shards"
+        )
     return Capacity(num_shard, weights, kv_bytes, tokens, min(tokens, useful), problem, state)
 
 

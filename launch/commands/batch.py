@@ -63,6 +63,7 @@ SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 )
+ADAPTER_HEADER = "x-lockstep-adapter"
 NO_LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
 
 
@@ -459,7 +460,14 @@ async def _exchange(
                 sentence = f"the answer is larger than {MOST_ANSWER_BYTES} bytes: ask for less of it"
                 return Problem(wanted.custom_id, "answer_too_large", sentence)
     request_id = response.headers.get("x-request-id", request_id)
-    return Reply(response.status_code, request_id, bytes(body), _seconds(response.headers.get("retry-after")))
+    adapters = _adapters(response.headers.get(ADAPTER_HEADER, ""))
+    return Reply(response.status_code, request_id, bytes(body), _seconds(response.headers.get("retry-after")), adapters)
+
+
+def _adapters(told: str) -> dict[str, str]:
+    """NAME=KEY, and more of them behind commas."""
+    pairs = (one.strip().rpartition("=") for one in told.split(","))
+    return {name: key for name, _, key in pairs if name}
 
 
 def _seconds(retry_after: str | None) -> float | None:

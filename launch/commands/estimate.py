@@ -118,7 +118,8 @@ def _of_family(
     found = None
     if memory and lengths and stages and not split_problem:
         pipeline, most = Pipeline(tuple(stages)), lengths
-        found = attempt(lambda: capacity(pipeline, placement, memory, limits, most), report)
+        adapter_bytes = values["adapter_memory"] * 1e9 if settings.has_adapters else 0.0
+        found = attempt(lambda: capacity(pipeline, placement, memory, limits, most, adapter_bytes), report)
     if found:
         fitting = found.kv_tokens
         lengths = attempt(lambda: _lengths(limits, shape, fitting), report) or lengths
@@ -188,9 +189,17 @@ def is_offloaded(settings: Settings) -> bool:
 
 
 def capacity(
-    stages: Pipeline, placement: Placement, memory: Memory, config: RouterConfig, lengths: LengthLimits
+    stages: Pipeline,
+    placement: Placement,
+    memory: Memory,
+    config: RouterConfig,
+    lengths: LengthLimits,
+    adapter_bytes: float,
 ) -> Capacity:
-    """What fits beside the weights on the device with the least room. Raises ValueError where it is too little."""
+    """What fits beside the weights on the device with the least room. Raises ValueError where it is too little.
+
+    adapter_bytes: for adapters, on each device.
+    """
     layout = placement.layout
     # Shards on CPUs share a machine's memory, of which each stage is given its part.
     free = memory.free_bytes * (layout.num_shard / layout.num_local if placement.device == "cpu" else 1)
@@ -200,10 +209,11 @@ def capacity(
         max_total_tokens=lengths.max_total_tokens,
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
     )
-    found = least_capacity(stages, device, layout.num_shard, limits)
+    found = least_capacity(stages, device, layout.num_shard, limits, adapter_bytes)
     wanted = config.max_batch_total_tokens
     if found.problem:
-        raise ValueError(f"{found.problem}: use more shards, --quantize int8 or --kv-cache-dtype int8")
+        less = ", less --adapter-memory" if adapter_bytes else ""
+        raise ValueError(f"{found.problem}: use more shards{less}, --quantize int8 or --kv-cache-dtype int8")
     if wanted is not None and wanted > found.kv_tokens:
         raise ValueError(
             f"max_batch_total_tokens is {wanted}, but free memory holds a KV cache of about {found.kv_tokens} tokens: "

@@ -32,7 +32,7 @@ OPTIONS: Mapping[str, str] = {
     "--no-enable-prefix-caching --disable-radix-cache": "--disable-prefix-caching",
     "--enable-prefix-caching --enable-chunked-prefill --enable-auto-tool-choice --enable-metrics --metrics --jinja "
     "--cont-batching -cb --flash-attn -fa --enable-reasoning --enable-expert-parallel": "always on: leave it out",
-    "--served-model-name --alias -a": "any `model` is accepted: leave it out",
+    "--alias -a": "--served-model-name",
     "--tokenizer --tokenizer-path --tokenizer-mode --load-format": "it is the model's: leave it out",
     "--attention-backend --block-size --page-size --swap-space --distributed-executor-backend --schedule-policy "
     "--draft-min --draft-p-min --speculative-num-steps --speculative-eagle-topk "

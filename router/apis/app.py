@@ -98,6 +98,7 @@ def create_app(
     accounts = accounts if accounts is not None else accounts_of(config)
     metrics.add(AccountMetrics(accounts), *AccountMetrics.COUNTERS)
     adapters = adapters_of(config, model.world_size)
+    metrics.adapters.expect(adapters.names())
     generator = Generator(validator, batcher, metrics, tracer, permits, adapters)
     services = Services(
         config=config,
@@ -179,7 +180,7 @@ def accounts_of(config: RouterConfig) -> Accounts:
 def adapters_of(config: RouterConfig, num_shards: int) -> Adapters:
     """The adapters that requests may name."""
     most = int(TIMES_AS_LARGE * config.adapter_memory * GB * num_shards)
-    return Adapters(config.model_id, config.adapters, config.adapter_dir, is_on=config.has_adapters, most_bytes=most)
+    return Adapters(config.own_names, config.adapters, config.adapter_dir, is_on=config.has_adapters, most_bytes=most)
 
 
 def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer, matching: Matching | None) -> Compiler:

@@ -51,7 +51,7 @@ class Listing:
     """The model and its adapters, in the shapes of both APIs."""
 
     def __init__(self, services: Services) -> None:
-        self._base = services.config.model_id
+        self._base = services.adapters.base
         self._limits = services.limits
         self._created = answers.now()
 
@@ -99,7 +99,7 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
     def names_for(request: Request) -> Iterable[str]:
         allowed = caller_of(request, services).adapters
         if not adapters.is_on or adapters.serves_base(allowed):
-            yield services.config.model_id
+            yield adapters.base
         yield from adapters.names(allowed)
 
     async def models(request: Request) -> Response:
@@ -108,7 +108,7 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
     async def one_model(request: Request, name: str) -> Response:
         is_anthropic = VERSION in request.headers
         try:
-            if name != services.config.model_id or name not in names_for(request):
+            if name != adapters.base or name not in names_for(request):
                 await services.generator.find_adapter(name, caller_of(request, services))
         except RouterError as error:
             return error_response(error, ANTHROPIC if is_anthropic else request.url.path)

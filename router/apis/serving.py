@@ -46,6 +46,7 @@ from router.text.tokenizer import ModelTokenizer
 
 DEADLINE_HEADER = "x-request-timeout-ms"
 MOST_DEADLINE_MS = 24 * 60 * 60 * 1000
+ADAPTER_HEADER = "x-lockstep-adapter"  # of an answer: NAME=KEY, the key of the content in hexadecimal digits
 # Of a stream, which must not wait in a cache or in a proxy's buffer.
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 NO_HEADERS: Mapping[str, str] = {}
@@ -123,8 +124,9 @@ async def read_bytes(request: Request, services: Services) -> bytes:
 
 
 def _note_names(request: Request, body: BaseModel) -> None:
-    """For the log line: the model that the client names, and fields that are not looked at."""
-    if isinstance(model := getattr(body, "model", None), str):
+    """For the log line: the model or adapter that the client names, and fields that are not looked at."""
+    model = getattr(body, "model", None) or getattr(getattr(body, "parameters", None), "adapter_id", None)
+    if isinstance(model, str):
         request.state.log["model"] = harmless(model)
     if isinstance(body, schemas.Lenient) and (ignored := body.ignored()):
         request.state.log["ignored_fields"] = harmless_names(ignored)
@@ -169,7 +171,7 @@ async def stream(
                 raise events[0].error
         journal = opened.journal(continuing.created_of(request), continuing.known_of(request)) if is_told else None
         told = {} if journal is None else {continuing.TOLD_HEADER: "1"}
-        every = {**STREAM_HEADERS, "x-compute-type": services.compute_type, **headers, **told}
+        every = {**STREAM_HEADERS, "x-compute-type": services.compute_type, **adapter_header(opened), **headers, **told}
         answer = EventStream(opened, frames_of(opened), first, every, ping, journal)
         undo.pop_all()  # from here on the response closes the request
     return answer
@@ -220,9 +222,15 @@ def account_of(request: Request) -> Account | None:
     return account
 
 
-def json_response(body: Any, headers: dict[str, str] | None = None) -> Response:
+def json_response(body: Any, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response; several times faster than the framework's own."""
     return PlainAnswer(orjson.dumps(body), headers)
+
+
+def adapter_header(opened: OpenRequest) -> dict[str, str]:
+    """Which adapters a request has had, and with which content."""
+    told = ", ".join(f"{adapter.name}={adapter.key.hex()}" for adapter in opened.adapters)
+    return {ADAPTER_HEADER: told} if told else {}
 
 
 def peer_of(request: Request) -> str:
@@ -303,7 +311,7 @@ async def answer_turn(
         return await stream(request, [asked], services, lambda opened: frames(opened, reader(opened)), ping=ping)
     opened, [answer] = await collect(request, [asked], services)
     whole = partial(shape, answer, opened.entries[0], reader(opened))
-    return json_response(await shaped(request, services, whole))
+    return json_response(await shaped(request, services, whole), adapter_header(opened))
 
 
 async def num_prompt_tokens(request: Request, services: Services, turn: Turn) -> int:

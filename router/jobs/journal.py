@@ -57,6 +57,7 @@ class State:
     errors_bytes: int | None = None  # None where errors are in the output
     completed: int = 0
     failed: int = 0
+    adapters: dict[str, str] = field(default_factory=dict)  # name -> key of the content that its answers are of
     is_complete: bool = False
 
     def to_json(self) -> bytes:
@@ -85,6 +86,8 @@ class State:
             raise ValueError("`job` or `is_complete` is none")
         numbers = [self.num_lines, self.next_line, self.next_offset, self.output_bytes, self.completed, self.failed]
         numbers += [] if self.errors_bytes is None else [self.errors_bytes]
+        if not all(isinstance(text, str) for pair in self.adapters.items() for text in pair):
+            raise ValueError("`adapters` are no names and keys")
         for one in (*numbers, *self.under_way.keys(), *self.under_way.values(), *self.answered):
             if type(one) is not int or one < 0:
                 raise ValueError(f"{str(one)[:40]!r} is no number of lines or bytes")
@@ -117,6 +120,7 @@ class Journal:
         self._paths = [output, *([errors] if errors is not None else [])]
         self._files: list[int] = []  # their descriptors
         self._is_changed = False
+        self._held: set[str] = set()  # adapters that a checkpoint has, or is about to
         self._saving = threading.Lock()
         self._num_snapshots = self._num_saved = 0
         try:
@@ -158,6 +162,7 @@ class Journal:
             return
         self._check(known)
         self.state = known
+        self._held = set(known.adapters)
         self.state.output_bytes = self._recover(0, known.output_bytes)
         if known.errors_bytes is not None:
             self.state.errors_bytes = self._recover(1, known.errors_bytes)
@@ -217,6 +222,22 @@ class Journal:
             self.state.next_line, self.state.next_offset = line + 1, end
         self.state.under_way[line] = offset
         self._is_changed = True
+
+    def hold_to(self, adapter: str, key: str) -> bool:
+        """Answers of one adapter are all of one content. Returns whether the next checkpoint is the first to say so.
+
+        Raises JobError where the adapter has another than earlier answers of this job.
+        """
+        known = self.state.adapters.setdefault(adapter, key)
+        if known != key:
+            raise JobError(
+                f"the adapter {adapter} is not the one that {self._output} was begun with: put its files back, or "
+                f"{self._anew()}"
+            )
+        is_new = adapter not in self._held
+        self._held.add(adapter)
+        self._is_changed |= is_new
+        return is_new
 
     def passed(self, line: int) -> None:
         """A line is blank, or an earlier run has answered it."""

@@ -12,9 +12,9 @@ JobError            the input, the output or the journal cannot be used
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -181,12 +181,16 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server answered to one request. retry_after_s: how long it asks to wait, if it says so."""
+    """What a server answered to one request. retry_after_s: how long it asks to wait, if it says so.
+
+    adapters: that computed it, by name the key of its content.
+    """
 
     status: int
     request_id: str
     body: bytes
     retry_after_s: float | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 def answer_id(job: str, line: int) -> str:

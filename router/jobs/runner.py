@@ -7,6 +7,7 @@ are in memory, whatever the size of the input.
   when `Retry-After` says or after waits that double.
 * A connection that is lost after the request was sent, 408, 424 and other 5xx may be caused by the request: it is tried
   `max_tries` times in all. Its last answer or error is then its line.
+* An adapter whose content is another than that of earlier answers stops the job: no output has answers of both.
 * 401 concerns all requests and stops the job, as does the lack of any answer for `give_up_s`. A job that has stopped
   can be resumed.
 """
@@ -17,7 +18,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,6 +85,7 @@ class Runner:
         self._plan = plan
         self._begun_before = iter(sorted(journal.state.under_way.items()))
         self._reading = asyncio.Lock()
+        self._holding = asyncio.Lock()
         self._silent_since: float | None = None
         self.trouble = ""  # why requests are being tried again, for the progress line
 
@@ -141,6 +143,7 @@ class Runner:
             if isinstance(found, BatchRequest):
                 reply = await self._reply(found, f"{job}-{line.number}")
                 if isinstance(reply, Reply):
+                    await self._hold_to(reply.adapters)
                     return answered(job, line.number, found.custom_id, reply), reply.status != 200
                 found = reply
         except JobError:
@@ -150,6 +153,18 @@ class Runner:
             cause = f"{type(error).__name__}: {error}"[:MOST_CAUSE]
             found = Problem(custom_id, "internal_error", f"line {line.number} could not be answered: {cause}")
         return problem_line(job, line.number, found), True
+
+    async def _hold_to(self, adapters: Mapping[str, str]) -> None:
+        """Refuse answers of an adapter that is another than it was. Raises JobError.
+
+        What it was is on the disk before the first answer is, so that a job that goes on knows.
+        """
+        if not adapters:
+            return
+        async with self._holding:
+            are_new = [self._journal.hold_to(name, key) for name, key in adapters.items()]
+            if any(are_new):
+                await asyncio.to_thread(self._journal.save, self._journal.snapshot())
 
     async def _reply(self, wanted: BatchRequest, request_id: str) -> Reply | Problem:
         waits, num_tries = _waits(), 0

@@ -16,12 +16,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from router.config import ADAPTER_NAME_RULE, is_adapter_name, own_names
+from router.config import ADAPTER_NAME_RULE, is_adapter_name
 from router.errors import Unavailable, UnknownModel, ValidationError
 from router.requests.adapter_files import Changing, Content, Missing, Unfit, appearance, read_content
 from router.scheduling.adapters import Adapter
@@ -56,12 +56,12 @@ class Source:
 class Adapters:
     """All adapters that requests may name. Raises ValueError for names of the settings that cannot be.
 
-    base: what the model is called. is_on: whether there may be any. most_bytes: of one's files.
+    own_names: of the model, the first of which is shown. is_on: whether there may be any. most_bytes: of one's files.
     """
 
     def __init__(
         self,
-        base: str,
+        own_names: Sequence[str],
         listed: Iterable[tuple[str, str]] = (),
         folder: str | None = None,
         *,
@@ -69,10 +69,10 @@ class Adapters:
         most_bytes: int = NO_LIMIT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.base = base
+        self.base = own_names[0]
         self.is_on = is_on
         self.folder = None if folder is None else str(Path(folder).expanduser())
-        self._own = own_names(base)
+        self._own = frozenset(own_names)
         self._most_bytes = most_bytes
         self._clock = clock
         self._named = {name: Source(name, path) for name, path in listed}

@@ -9,7 +9,8 @@ frames of every write it then finds a comment, which clients of server-sent even
 known to be whole when its comment is there, and what comes without one is thrown away. When the server is lost, the
 balancer sends the same request, with the same `x-request-id`, to another one, and puts before its body what it knows.
 That server makes no frame for what is known and goes on behind it, with the same seed: noise is a function of seed,
-position and token, so the tokens are those that would have come.
+position and token, so the tokens are those that would have come. The first comment of a stream with an adapter has the
+key of that one's content, without which no server goes on.
 
 Left out: the balancer (`deploy/ray/`), and how a sequence is rebuilt from its tokens
 (`router/scheduling/scheduler.py`).
@@ -28,7 +29,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from pydantic import ValidationError as Invalid
 
-from router.errors import ValidationError
+from router.errors import Unavailable, ValidationError
 from router.scheduling.request import Event, Failed, Finished, ScoredToken, Token, ValidRequest
 
 KEY_HEADER = "x-lockstep-continuation"
@@ -60,11 +61,18 @@ class Known(BaseModel):
 
     created: NonNegativeInt
     samples: list[KnownSample]
+    adapter: str = Field(default="", max_length=64)  # its key, as `Journal` tells it
 
     def checked(self, valid: Sequence[ValidRequest], vocab_size: int) -> list[ValidRequest]:
-        """The requests with the seeds that they had. Raises ValidationError for what no such stream has."""
+        """The requests with the seeds that they had.
+
+        Raises ValidationError for what no such stream has, and Unavailable where the adapter is another one.
+        """
         if len(valid) != len(self.samples):
             raise ValidationError(f"{len(self.samples)} sequences are known of a stream that has {len(valid)}")
+        if self.adapter != _key_of(valid):
+            named = next((one.adapter.name for one in valid if one.adapter is not None), "")
+            raise Unavailable(f"the adapter {named} has other content here than where this stream began: ask again")
         for one, sample in zip(valid, self.samples, strict=True):
             if len(sample.tokens) > one.max_new_tokens:
                 raise ValidationError(f"{len(sample.tokens)} tokens are known of at most {one.max_new_tokens}")
@@ -120,6 +128,8 @@ class Journal:
 
     def __init__(self, created: int, valid: Sequence[ValidRequest], known: Known | None) -> None:
         self._first: dict[str, Any] = {"created": created, "seeds": [one.sampling.seed for one in valid]}
+        if key := _key_of(valid):
+            self._first["adapter"] = key
         samples = known.samples if known is not None else []
         self._num_known = {index: len(one.tokens) for index, one in enumerate(samples)}
         self._is_over = {index for index, one in enumerate(samples) if one.is_over}
@@ -156,6 +166,11 @@ class Journal:
         over = [index for index, some in events if isinstance(some[-1], Finished | Failed)]
         said, self._first = {**self._first, "tokens": tokens, "over": over}, {}
         return MARK + orjson.dumps(said) + b"\n\n"
+
+
+def _key_of(valid: Sequence[ValidRequest]) -> str:
+    """Of the adapter of a stream, which has one at most; empty where it has none."""
+    return next((one.adapter.key.hex() for one in valid if one.adapter is not None), "")
 
 
 def _told(index: int, token: Token) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -115,6 +115,7 @@ class Generator:
                 if caller.timeout_s is not None:
                     late = DeadlinePassed(caller.timeout_s)
                     opened.end_at(began + caller.timeout_s, lambda entry: self._batcher.end(entry, late))
+                log |= names_of_adapters(valid)
                 if known is not None:
                     valid = known.checked(valid, self._batcher.limits.vocab_size)
                 opened.take_permits(len(valid) - 1)
@@ -245,6 +246,11 @@ class OpenRequest:
         return self.entries[0].request.input_length
 
     @property
+    def adapters(self) -> list[Adapter]:
+        """Of its prompts, each once."""
+        return adapters_of([entry.request for entry in self.entries])
+
+    @property
     def seed(self) -> int | None:
         """The seed to show to the client; None where nothing was drawn at random."""
         return _visible_seed(self.entries[0])
@@ -350,6 +356,7 @@ class OpenRequest:
             prompt = sum(entry.request.input_length for entry in self.entries)
             cached = sum(entry.num_cached for entry in self.entries)
             self._account.settle(self._num_charged, prompt, self.num_generated, cached)
+        self._metrics.adapters.count(self.entries)
         for entry in self.entries:
             entry.cancelled = not entry.is_over
         if self._finished is not None:
@@ -453,6 +460,18 @@ def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
     for entry in entries:
         found.setdefault(id(entry.request.prompt_ids), entry)
     return list(found.values())
+
+
+def adapters_of(valid: Iterable[ValidRequest]) -> list[Adapter]:
+    """The adapters of some requests, each once."""
+    return list(dict.fromkeys(one.adapter for one in valid if one.adapter is not None))
+
+
+def names_of_adapters(valid: Iterable[ValidRequest]) -> dict[str, str]:
+    """What a line of the log says of them: names, and which contents these stand for."""
+    if not (found := adapters_of(valid)):
+        return {}
+    return {"adapter": ", ".join(one.name for one in found), "adapter_key": ", ".join(one.key.hex() for one in found)}
 
 
 def _visible_seed(entry: Entry) -> int | None:

@@ -25,6 +25,7 @@ from router.scheduling.limits import Limits
 from router.scheduling.plan import StepPlan
 from router.scheduling.request import Finished
 from router.scheduling.scheduler import Scheduler
+from router.telemetry.adapter_metrics import AdapterMetrics
 
 M = TypeVar("M", Counter, Histogram)
 
@@ -83,6 +84,8 @@ class Metrics:
         self._define_request_metrics(limits)
         self._define_batch_metrics(limits)
         self._define_peaks()
+        self.adapters = AdapterMetrics()
+        self.add(self.adapters, *AdapterMetrics.COUNTERS)
 
     def render(self) -> bytes:
         """The text format."""

@@ -128,7 +128,7 @@ def attributes_of(ended: Ended) -> dict[str, Value]:
         "gen_ai.request.stream": bool(ended.names.get("stream")),
         "gen_ai.response.finish_reasons": [ended.reason],
     }
-    given = {"model": "gen_ai.request.model", "request_id": "lockstep.request_id"}
+    given = {"model": "gen_ai.request.model", "adapter": "gen_ai.response.model", "request_id": "lockstep.request_id"}
     counted = {
         "prompt_tokens": "gen_ai.usage.input_tokens",
         "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
@@ -165,7 +165,7 @@ class _OtlpSpan:
                     of_answer = {"lockstep.answer": number} if len(ended.entries) > 1 else {}
                     began, over = self._time(stage.began), self._time(stage.ended)
                     tracer.child(span, stage.name, began, {**stage.attributes, **of_answer}).end(over)
-            span.set_attributes({**attributes_of(ended), **tracer.served})
+            span.set_attributes({**tracer.served, **attributes_of(ended)})
             if ended.is_failure:
                 span.set_status(tracer.failure)
         span.end(self._time(ended.at))

@@ -56,24 +56,40 @@ class Adapters:
         """Let go of what was read. A row that has it keeps it."""
         self._prepared.pop(key, None)
 
-    def place(self, row: int, key: bytes) -> None:
-        """Put a prepared adapter into a row, or nothing. Raises ValueError for what breaks the wire's contract."""
-        if not 0 < row <= self.num_rows:
-            raise ValueError(f"an adapter goes to row {row}, but there are rows 1 to {self.num_rows}")
-        for change in self._placed.pop(row, ()):
-            change.take_out(row)
-        if not key:
-            return
+    def place(self, places: Iterable[tuple[int, bytes]]) -> None:
+        """Have rows hold prepared adapters, or with an empty key nothing. If that fails, all of these rows are empty.
+
+        Raises ValueError for what breaks the wire's contract.
+        """
+        places = [*places]
+        for row, _ in places:
+            if not 0 < row <= self.num_rows:
+                raise ValueError(f"an adapter goes to row {row}, but there are rows 1 to {self.num_rows}")
+            self._empty(row)  # all of them first: what they held makes room
+        try:
+            for row, key in places:
+                if key:
+                    self._fill(row, key)
+        except BaseException:
+            for row, _ in places:
+                self._empty(row)
+            raise
+
+    def _fill(self, row: int, key: bytes) -> None:
         if key not in self._prepared:
             raise ValueError(f"adapter {key.hex()} goes to row {row}, but it is not prepared")
         self._placed[row] = self._prepared[key]
         for change in self._placed[row]:
             change.put(row)
 
+    def _empty(self, row: int) -> None:
+        for change in self._placed.pop(row, ()):
+            change.take_out(row)
+
     def clear(self) -> None:
         """Empty all rows."""
         for row in [*self._placed]:
-            self.place(row, b"")
+            self._empty(row)
 
     def are_capturable(self, rows: Iterable[int]) -> bool:
         """Whether captured steps compute what is in these rows."""

@@ -252,8 +252,8 @@ class Engine:
         assert self._sequences is not None and self._tables is not None, "the router warms up before it steps"
         started = Clock(self.device)
         try:
+            self._place_adapters(request)  # before all else that may fail: no row keeps what it is thought not to have
             copied = self._ring_blocks(request.copied_ids, request.copied_places, request.copied_blocks)
-            self._place_adapters(request)
             plan = self._sequences.apply(request)
             if plan.added:
                 self._tables.add(plan.added, self.device)
@@ -278,18 +278,20 @@ class Engine:
             raise
 
     def _place_adapters(self, request: pb.StepRequest) -> None:
-        """Have rows hold what the step says."""
+        """Have rows hold what the step says. Raises StepError, also for sequences whose row is empty."""
         if self.adapters is None:
             if request.adapters:
                 raise StepError("the step has adapters, but this shard serves none")
             return
         if request.reset:
             self.adapters.clear()
-        for place in request.adapters:
-            try:
-                self.adapters.place(place.row, place.key)
-            except ValueError as error:
-                raise StepError(str(error)) from error
+        try:
+            self.adapters.place((place.row, place.key) for place in request.adapters)
+        except ValueError as error:
+            raise StepError(str(error)) from error
+        for new in request.add:
+            if new.adapter and new.adapter not in self.adapters.rows:
+                raise StepError(f"sequence {new.id} has its adapter in row {new.adapter}, which is empty")
 
     def _captures_adapters(self, plan: StepRuns) -> bool:
         """Whether a captured step computes what the adapters of these sequences change, or none has one."""

@@ -294,9 +294,10 @@ class SequenceTable:
         ]
 
     def drop(self, request: pb.StepRequest) -> None:
-        """Forget every sequence that a failed step touched."""
+        """Forget every sequence that a failed step touched, or that leaves with it."""
         if request.decode:
             self._forget([run.sequence.id for run in self._decodes(request)])
+        self._forget([*self.sequences] if request.reset else request.retire)
         drafted = [draft.id for draft in request.drafts]
         self._forget([*request.chunk_ids, *request.grown_ids, *drafted, *(new.id for new in request.add)])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep_ray.errors import error_body
-from lockstep_ray.requests import PREFIX_CHARACTERS, is_served, model_of, read_body, size_of
+from lockstep_ray.requests import PREFIX_CHARACTERS, adapter_of, is_served, model_of, read_body, size_of
 from lockstep_ray.scaling import KV, QUEUE, wanted
 from lockstep_ray.settings import read_settings
 
@@ -32,6 +32,25 @@ def test_what_begins_alike_has_one_number(body: dict[str, Any], other: dict[str,
     assert number is not None
     assert number == size_of(other)[1]
     assert number != size_of({"inputs": "x" + LONG})[1]
+
+
+def test_what_begins_alike_with_another_adapter_begins_otherwise() -> None:
+    names = ("alice", "bob")
+    bodies = [{"inputs": LONG, "parameters": {"adapter_id": "alice"}}, {"prompt": LONG, "model": "bob"}]
+    bodies += [{"prompt": LONG, "model": "alice"}, {"prompt": LONG, "model": "the/model"}, {"prompt": LONG}]
+    assert ["alice", "bob", "alice", "", ""] == [adapter_of(body, names) for body in bodies]
+    first, second, third, *plain = (size_of(body, adapter_of(body, names))[1] for body in bodies)
+    assert first == third and 3 == len({first, second, *plain})
+
+
+def test_adapters_are_names_of_their_model() -> None:
+    models = [{"name": "m", "aliases": ["tgi"], "adapters": ["alice"], "flags": ["--adapter-dir", "/a"]}, {"name": "n"}]
+    found = read_settings({"models": models})
+    assert {"m": "m", "tgi": "m", "alice": "m", "n": "n"} == found.by_name() and {"alice": "m"} == found.parents()
+    served = ["--served-model-name=m", "--served-model-name=tgi"]
+    assert [["--adapter-dir", "/a", *served], []] == [model.every_flag for model in found.models]
+    with pytest.raises(ValueError, match="alice is the name of several models"):
+        read_settings({"models": [*models, {"name": "alice"}]})
 
 
 def test_short_beginnings_have_none_and_lengths_are_about_right() -> None:

@@ -16,17 +16,18 @@ LINES = 23
 
 
 class Echo:
-    """Answers with the body; after `most` answers the server is gone."""
+    """Answers with the body; after `most` answers the server is gone. key: of its adapter, if it has one."""
 
-    def __init__(self, most: int = 1000) -> None:
+    def __init__(self, most: int = 1000, key: str = "") -> None:
         self.num_left = most
+        self._adapters = {"alice": key} if key else {}
 
     async def send(self, wanted: BatchRequest, request_id: str) -> Reply:
         await asyncio.sleep(0)
         if not self.num_left:
             raise NoAnswer("no connection", was_sent=False)
         self.num_left -= 1
-        return Reply(200, request_id, wanted.body)
+        return Reply(200, request_id, wanted.body, adapters=self._adapters)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def job_of(given: Path) -> Job:
 
 
 def answer(job: Job, number: int, echo: Echo) -> None:
-    journal = ShardJournal(job.name, job.shards[number])
+    journal = ShardJournal(job, job.shards[number])
     asyncio.run(answer_shard(job, journal, job.shards[number], echo, Plan(4)))
     write_part(job, job.shards[number], journal)
 
@@ -73,7 +74,7 @@ def test_shards_in_any_order_and_a_second_beginning_make_the_whole(given: Path) 
 def test_a_server_that_ends_in_a_shard_costs_none_of_its_lines(given: Path) -> None:
     job = job_of(given)
     shard, echo = job.shards[1], Echo(most=2)
-    journal = ShardJournal(job.name, shard)
+    journal = ShardJournal(job, shard)
 
     async def story() -> None:
         assert not await unless_gone(answer_shard(job, journal, shard, echo, Plan(2)), lambda: not echo.num_left, 0.01)
@@ -82,6 +83,17 @@ def test_a_server_that_ends_in_a_shard_costs_none_of_its_lines(given: Path) -> N
 
     asyncio.run(story())
     assert [6, 7, 8, 9, 10] == sorted(journal.answers)
+
+
+def test_shards_are_of_one_content_of_an_adapter(given: Path) -> None:
+    job = job_of(given)
+    answer(job, 0, Echo(key="00"))
+    with pytest.raises(JobError, match="the adapter alice is not the one that this job was begun with"):
+        answer(job_of(given), 1, Echo(key="11"))
+    assert [1, 2, 3, 4] == [shard.number for shard in job.left()]
+    for shard in job.left():
+        answer(job, shard.number, Echo(key="00"))
+    assert 3 == finish(job)
 
 
 def test_half_a_part_is_none(given: Path) -> None:

@@ -175,7 +175,7 @@ def place_adapters(engine: Engine, folders: Sequence[Path]) -> None:
     for row, folder in enumerate(folders, start=1):
         key = content_key(folder)
         engine.adapters.prepare(key, folder)
-        engine.adapters.place(row, key)
+        engine.adapters.place([(row, key)])
 
 
 def _places(folder: Path, shard: Shard) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Worker:
         return self._job.shards[int(number)]
 
     def _answer(self, shard: Shard) -> int:
-        journal = ShardJournal(self._job.name, shard)
+        journal = ShardJournal(self._job, shard)
         while not self._job.part(shard.number).exists() and not asyncio.run(self._ask(shard, journal)):
             self._num_ended += 1
             if self._num_ended >= MOST_SERVERS:

@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 
 from lockstep_ray.errors import INVALID_KEY, NO_SUCH_MODEL, error_body
 from lockstep_ray.relay import Answer, Counts, Head, Patience, Relay, ReplicaLost
-from lockstep_ray.requests import RelayedRequest, is_served, model_of, read_body, size_of
+from lockstep_ray.requests import RelayedRequest, adapter_of, is_served, model_of, read_body, size_of
 from lockstep_ray.settings import Deployment, deployment_name
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -72,6 +72,7 @@ class Ingress:
     def __init__(self, settings: dict[str, Any], handles: Mapping[str, Any]) -> None:
         self._settings = settings_of = Deployment.model_validate(settings)
         self._by_name = settings_of.by_name()
+        self._parents = settings_of.parents()
         self._default = settings_of.models[0].name
         self._counts = Counts()
         patience = Patience(most_tries=settings_of.most_tries, give_up_s=settings_of.give_up_s)
@@ -130,7 +131,7 @@ class Ingress:
             return refusal(path, 404, sentence, NO_SUCH_MODEL)
         headers = [(name, value) for name, value in request.headers.items() if _is_passed(name)]
         headers.append(("x-request-id", request_id))
-        tokens, prefix = size_of(found)
+        tokens, prefix = size_of(found, adapter_of(found, self._parents))
         ask = RelayedRequest(request.method, path, request.url.query, tuple(headers), body, tokens, prefix)
         return response_of(await self._relays[model].answer(ask))
 
@@ -143,9 +144,13 @@ class Ingress:
                 return None
         return bytes(body)
 
+    def _parent(self, name: str) -> dict[str, str]:
+        return {"parent": self._parents[name]} if name in self._parents else {}
+
     def _models(self, path: str) -> Response:
         listed = [
-            {"id": name, "object": "model", "created": self._created, "owned_by": "lockstep"} for name in self._by_name
+            {"id": name, "object": "model", "created": self._created, "owned_by": "lockstep"} | self._parent(name)
+            for name in self._by_name
         ]
         if path == "/v1/models":
             return json_response({"object": "list", "data": listed})

@@ -47,7 +47,9 @@ class Replica:
         self._key = secrets.token_urlsafe(24)  # known to this process and its launcher alone
         self._name = get_replica_context().replica_id.unique_id
         self._gauges = {name: metrics.Gauge(name.replace("tgi_", "lockstep_replica_", 1)) for name in SHOWN}
-        self._child = Child(self._model.flags, {**self._model.environment, "CONTINUATION_KEY": self._key}, logger.info)
+        self._child = Child(
+            self._model.every_flag, {**self._model.environment, "CONTINUATION_KEY": self._key}, logger.info
+        )
         try:
             await asyncio.to_thread(self._child.wait_ready)
         except BaseException:

@@ -5,7 +5,7 @@ Pure functions of the path and the body. Whether a body is valid, the replica sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -73,8 +73,20 @@ def model_of(found: Mapping[str, Any]) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def size_of(found: Mapping[str, Any]) -> tuple[int, int | None]:
-    """About how many tokens the request needs, and a hash of how its prompt begins; None if it is short."""
+def adapter_of(found: Mapping[str, Any], adapters: Collection[str]) -> str:
+    """The adapter that a body names, of those that are known, or as TGI's do; empty where it names none."""
+    if (named := model_of(found)) in adapters and named is not None:
+        return named
+    parameters = found.get("parameters")
+    given = parameters.get("adapter_id") if isinstance(parameters, dict) else None
+    return given if isinstance(given, str) else ""
+
+
+def size_of(found: Mapping[str, Any], adapter: str = "") -> tuple[int, int | None]:
+    """About how many tokens the request needs, and a hash of how its prompt begins; None if it is short.
+
+    adapter: that it names, without which the beginning is another.
+    """
     parameters = found.get("parameters")
     places = [found, parameters] if isinstance(parameters, dict) else [found]
     asked = [place[name] for place in places for name in MOST_TOKENS if isinstance(place.get(name), int)]
@@ -86,7 +98,8 @@ def size_of(found: Mapping[str, Any]) -> tuple[int, int | None]:
     tokens = count // CHARACTERS_PER_TOKEN + max(0, asked[0] if asked else DEFAULT_TOKENS)
     if len(beginning) < LEAST_CHARACTERS:
         return tokens, None
-    return tokens, int.from_bytes(blake2b(beginning.encode(errors="surrogatepass"), digest_size=8).digest())
+    known = f"{adapter}\0{beginning}" if adapter else beginning
+    return tokens, int.from_bytes(blake2b(known.encode(errors="surrogatepass"), digest_size=8).digest())
 
 
 def _texts(found: Mapping[str, Any]) -> Iterator[str]:

@@ -36,12 +36,16 @@ class Scaling(BaseModel):
 
 
 class Model(BaseModel):
-    """One model, and what its replicas are. flags: of the launcher; environment: beside what the node has."""
+    """One model, and what its replicas are. flags: of the launcher; environment: beside what the node has.
+
+    adapters: names of those that `flags` give the launcher.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1)
     aliases: list[str] = []
+    adapters: list[str] = []
     flags: list[str] = []
     environment: dict[str, str] = {}
     num_cpus: float = Field(default=1, ge=0)
@@ -59,6 +63,16 @@ class Model(BaseModel):
         if ALIASES.get(self.policy, self.policy) not in POLICIES:
             raise ValueError(f"{self.policy} is no dispatch policy: give one of {', '.join(POLICIES)}")
         return self
+
+    @property
+    def own_names(self) -> list[str]:
+        """What requests call the model itself."""
+        return [self.name, *self.aliases]
+
+    @property
+    def every_flag(self) -> list[str]:
+        """Those of the launcher, to which names of the model are no adapters'."""
+        return [*self.flags, *(f"--served-model-name={name}" for name in self.own_names if self.adapters)]
 
 
 class Deployment(BaseModel):
@@ -80,15 +94,19 @@ class Deployment(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Deployment:
-        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        names = [name for model in self.models for name in (*model.own_names, *model.adapters)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"{', '.join(twice)} is the name of several models: give each names of its own")
         return self
 
     def by_name(self) -> dict[str, str]:
-        """Every name and alias -> name."""
-        return {name: model.name for model in self.models for name in (model.name, *model.aliases)}
+        """Every name, alias and adapter -> name."""
+        return {name: model.name for model in self.models for name in (*model.own_names, *model.adapters)}
+
+    def parents(self) -> dict[str, str]:
+        """Every adapter -> the name of its model."""
+        return {name: model.name for model in self.models for name in model.adapters}
 
 
 def deployment_name(model: str) -> str:

@@ -128,16 +128,30 @@ class _State:
 class ShardJournal:
     """A shard's answers in memory, in place of a journal with an output and a checkpoint."""
 
-    def __init__(self, job: str, shard: Shard) -> None:
-        self.state = _State(job, shard)
+    def __init__(self, job: Job, shard: Shard) -> None:
+        self.state = _State(job.name, shard)
         self.answers: dict[int, bytes] = {}
+        self._folder = job.folder
         self._shard = shard
+        self._adapters: dict[str, str] = {}
 
     def begun(self, line: int, offset: int, end: int) -> None:
         """A line was read."""
         if line >= self.state.next_line:
             self.state.next_line, self.state.next_offset = line + 1, end
         self.state.under_way[line] = offset
+
+    def hold_to(self, adapter: str, key: str) -> bool:
+        """Answers of one adapter are all of one content, in whichever shard. Raises JobError and OSError."""
+        if self._adapters.get(adapter) != key:
+            known = _first_key(self._folder, adapter, key)
+            if known != key:
+                raise JobError(
+                    f"the adapter {adapter} is not the one that this job was begun with: put its files back, or delete "
+                    f"{self._folder} to begin anew"
+                )
+            self._adapters[adapter] = key
+        return False  # it is on the disk
 
     def passed(self, line: int) -> None:
         """A line asks for nothing."""
@@ -154,6 +168,21 @@ class ShardJournal:
 
     def save(self, checkpoint: None) -> None:
         """See `snapshot`."""
+
+
+def _first_key(folder: Path, adapter: str, key: str) -> str:
+    """The key of the content that a job's first answers of an adapter had, which is this one if there are none yet."""
+    record = folder / f"adapter-{hashlib.sha256(adapter.encode()).hexdigest()[:16]}"
+    new = record.with_suffix(f".{os.getpid()}.new")
+    try:
+        replace_durably(new, key.encode())
+        os.link(new, record)  # which does nothing where it is there
+    except FileExistsError:
+        return record.read_text()
+    finally:
+        new.unlink(missing_ok=True)
+    make_names_durable(folder)
+    return key
 
 
 class _ShardLines:

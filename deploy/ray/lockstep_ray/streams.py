@@ -28,6 +28,7 @@ class Stream:
         self.num_commits = 0
         self.num_tokens = 0
         self._samples: list[dict[str, Any]] = []
+        self._adapter: dict[str, str] = {}  # its key, if the stream has one
         self._buffer = bytearray()  # a block that is not whole
         self._pending: list[bytes] = []  # blocks that no comment has confirmed
         self._num_pending = 0
@@ -60,6 +61,7 @@ class Stream:
         if "seeds" in said and not self._samples:
             self.created = said["created"]
             self._samples = [{"seed": seed, "tokens": [], "is_over": False} for seed in said["seeds"]]
+            self._adapter = {"adapter": said["adapter"]} if "adapter" in said else {}
         for index, *token in said["tokens"]:
             self._samples[index]["tokens"].append(token)
         for index in said["over"]:
@@ -82,4 +84,4 @@ class Stream:
         """What the next replica has to know, for before its body; empty where the client has nothing yet."""
         if not self._samples:
             return b""
-        return orjson.dumps({"created": self.created, "samples": self._samples})
+        return orjson.dumps({"created": self.created, "samples": self._samples, **self._adapter})

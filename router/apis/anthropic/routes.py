@@ -225,7 +225,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     async def messages(request: Request) -> Response:
         body = await read(request, services, MessagesRequest)
         turn, given = turn_in(body, services), parameters_of(body)
-        head = answers.Head(f"msg_{request.state.request_id}", body.model or services.config.model_id)
+        head = answers.Head(f"msg_{request.state.request_id}", body.model or services.adapters.base)
         frames, shape = partial(MessageFrames, head), partial(answers.message, head)
         told: dict[str, Any] = {"is_stream": body.stream is True, "frames": frames, "shape": shape, "ping": PING}
         return await answer_turn(request, services, turn, turn.prompt_request(given), **told)

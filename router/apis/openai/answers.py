@@ -68,13 +68,14 @@ class CompletionTokens(TypedDict):
 
 
 class Usage(TypedDict):
-    """Counts of tokens, of all answers together."""
+    """Counts of tokens, of all answers together, and whose they are where it is an adapter's."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
     completion_tokens_details: NotRequired[CompletionTokens]
+    adapter: NotRequired[str]
 
 
 class Answered(TypedDict):
@@ -249,7 +250,11 @@ def usage(entries: Sequence[Entry], num_reasoning: int | None = None) -> Usage:
     if any(entry.drafting is not None for entry in entries):
         right, made = (sum(entry.num_right for entry in entries), sum(entry.num_guessed for entry in entries))
         details |= {"accepted_prediction_tokens": right, "rejected_prediction_tokens": made - right}
-    return told | {"completion_tokens_details": details} if details else told
+    if details:
+        told["completion_tokens_details"] = details
+    if (adapter := entries[0].request.adapter) is not None:
+        told["adapter"] = adapter.name
+    return told
 
 
 def chat_completion(

@@ -197,7 +197,7 @@ def _counts(opened: OpenRequest, given: Sequence[Answer], services: Services) ->
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
-    model = body.model or services.config.model_id
+    model = body.model or services.adapters.base
     return answers.Head(f"{prefix}-{request.state.request_id}", model, created_of(request))
 
 

@@ -13,6 +13,7 @@ from orjson import dumps
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from router.apis.serving import ADAPTER_HEADER, adapter_header
 from router.requests.generation import Answer, OpenRequest, likeliest_first, one_per_prompt
 from router.requests.schemas import GenerateParameters, PromptRequest, Strict, Unserved
 from router.scheduling.request import Finished, Token
@@ -51,7 +52,7 @@ def prompt_request_of(request: GenerateRequest) -> PromptRequest:
 # What `response_headers` gives, for pages of other origins to read.
 COUNT_HEADERS = (
     "x-compute-type", "x-compute-characters", "x-prompt-tokens", "x-generated-tokens", "x-compute-time", "x-total-time",
-    "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token",
+    "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token", ADAPTER_HEADER,
 )  # fmt: skip
 
 
@@ -189,6 +190,7 @@ def response_headers(
     }
     return {
         "x-compute-type": compute_type,
+        **adapter_header(opened),
         **({} if num_characters is None else {"x-compute-characters": str(num_characters)}),
         "x-prompt-tokens": str(sum(entry.request.input_length for entry in one_per_prompt(opened.entries))),
         "x-generated-tokens": str(generated),

@@ -18,7 +18,7 @@ from host import cpu_kinds
 from host.cpu_kinds import Kind
 from server.arch.spec import ArchSpec
 from server.backends.cpu import build
-from server.backends.cpu.adapters import PanelAdapted
+from server.backends.cpu.adapters import PanelAdapted, PanelAdaptedExperts
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
@@ -32,6 +32,7 @@ from server.backends.cpu.recurrence import KernelDelta, KernelMamba, KernelShort
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
     SOFTMAX,
+    AdaptedExperts,
     AdaptedLinear,
     Attention,
     ConvRule,
@@ -106,6 +107,13 @@ class CpuBackend(ReferenceBackend):
         if isinstance(layer, PanelFormat):
             return PanelAdapted(self._kernels, self._pool, layer, num_rows, tokens)
         return super().adapted(layer, num_rows, tokens, is_gated=is_gated)
+
+    def adapted_experts(
+        self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
+    ) -> AdaptedExperts:
+        if isinstance(layer, KernelExperts):
+            return PanelAdaptedExperts(self._kernels, self._pool, layer, num_rows, tokens)
+        return super().adapted_experts(layer, num_rows, tokens, is_gated=is_gated)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return KernelNorm(self._kernels, weight, bias, eps, is_centred=is_centred)

@@ -45,6 +45,14 @@ class Changes(NamedTuple):
     rows: Tensor  # [T] int64, contiguous: the row of each token's adapter, 0 where it has none
 
 
+class ExpertChanges(NamedTuple):
+    """The same of the product of each expert with its tokens."""
+
+    table: int  # [experts][num_rows]
+    num_rows: int
+    rows: Tensor
+
+
 class PanelFormat:
     """A weight [F, D] that only the kernels can read; the original is not kept.
 
@@ -261,35 +269,42 @@ class KernelExperts:
     """A `GroupedLinear` of panels that are all of one format."""
 
     def __init__(self, experts: Sequence[PanelFormat]):
-        self._experts = experts
+        self.experts = experts
         self._table = (ctypes.c_void_p * len(experts))(*(expert.address for expert in experts))
         self._outputs = experts[0].outputs
 
     @property
     def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self._experts)
+        return sum(expert.nbytes for expert in self.experts)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return [tensor for expert in self._experts for tensor in expert.memory]
+        return [tensor for expert in self.experts for tensor in expert.memory]
 
     def moved(self) -> None:
-        for expert in self._experts:
+        for expert in self.experts:
             expert.moved()
 
     def __call__(
-        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        ends: Tensor,
+        activation: Activation | None = None,
+        bias: Tensor | None = None,
+        changes: ExpertChanges | None = None,
     ) -> Tensor:
+        """See `GroupedLinear`."""
         x = x if x.is_contiguous() else x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
-        self._experts[0].grouped(
+        self.experts[0].grouped(
             ctypes.addressof(self._table),
-            len(self._experts),
+            len(self.experts),
             ends.data_ptr(),
             x.data_ptr(),
             address_of(bias),
             out.data_ptr(),
             ACTIVATIONS[activation],
+            *((None, 0, None) if changes is None else (changes.table, changes.num_rows, changes.rows.data_ptr())),
             torch.get_num_threads(),
         )
         return out

@@ -97,7 +97,7 @@ class CudaAdapted:
             self._kept[row] = StagedChange(memory=self._device.bring(staged.memory), ranks=staged.ranks)
             address = self._kept[row].memory.data_ptr()
         if change is not None or before is not None:
-            self._table[row : row + 1].copy_(self._device.upload([address]))
+            self._table[row : row + 1].fill_(address)  # which is an argument of that kernel
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
@@ -125,9 +125,7 @@ class CudaAdapted:
         shrunk = shrink(x, table, groups, self._dtype, self._most_ranks())
         product = self._layer.finest(x, None).contiguous()
         out_dtype = product.dtype if is_finest else x.dtype
-        return finish(
-            product, x, shrunk, table, groups, epilogue, self._dtype, is_gated=is_gated, out_dtype=out_dtype
-        )
+        return finish(product, x, shrunk, table, groups, epilogue, self._dtype, is_gated=is_gated, out_dtype=out_dtype)
 
     def _groups(self) -> Groups:
         """The tokens by their rows, found once in a pass."""

@@ -35,7 +35,7 @@ from server.backends.protocol import (
     ShortConvWeights,
     TokenAdapters,
 )
-from server.backends.reference.adapters import StockAdapted, StockAdaptedExperts
+from server.backends.reference.adapters import OneByOne, StockAdapted, StockAdaptedExperts
 from server.backends.reference.attention import BatchedAttention
 from server.backends.reference.convolution import StockShortConv
 from server.backends.reference.delta import StockDelta
@@ -98,6 +98,8 @@ class ReferenceBackend:
     def adapted_experts(
         self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
     ) -> AdaptedExperts:
+        if isinstance(layer, LoopedExperts):
+            return OneByOne(layer, tokens, lambda one, of: self.adapted(one, num_rows, of, is_gated=is_gated))
         return StockAdaptedExperts(layer, tokens, self.device, self.gate if is_gated else None)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:

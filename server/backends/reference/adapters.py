@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, TypeVar
+from itertools import pairwise
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.device import Device
 from server.backends.protocol import (
+    AdaptedLinear,
     EmbeddingChange,
     ExpertsChange,
     GroupedLinear,
@@ -234,6 +236,81 @@ class StockAdaptedExperts(Rows[ExpertsChange]):
         if change.down is not None and change.up is not None:
             y = y + change.up(change.down(x, ends), ends)
         return y if change.bias is None else y + change.bias[experts]
+
+
+class Experts(GroupedLinear, Protocol):
+    """All experts in one call, and each by itself."""
+
+    @property
+    def experts(self) -> Sequence[LinearFormat]: ...
+
+
+class OneByOne:
+    """An `AdaptedExperts` of experts that each are a layer: where adapters change any, one expert after the other.
+
+    It waits for the device once, to know where each expert's tokens end. adapt: makes one expert's layer one that
+    adapters change, for the tokens that it is told of.
+    """
+
+    is_capturable = False
+
+    def __init__(
+        self, layer: Experts, tokens: TokenAdapters, adapt: Callable[[LinearFormat, TokenAdapters], AdaptedLinear]
+    ):
+        self._layer = layer
+        self._tokens = tokens
+        self._adapt = adapt
+        self._of_expert = TokenAdapters()  # of the one that is computed
+        self._adapted: dict[int, AdaptedLinear] = {}  # experts that any adapter has changed
+        self._rows: dict[int, set[int]] = {}  # of each row, the experts that its adapter changes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the layer, without adapters."""
+        return self._layer.nbytes
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self._layer.memory
+
+    def moved(self) -> None:
+        self._layer.moved()
+
+    def stage(self, change: ExpertsChange) -> ExpertsChange:
+        """See `AdaptedLinear`."""
+        staged = (None if own is None else self._of(e).stage(own) for e, own in enumerate(change.experts))
+        return ExpertsChange(tuple(staged))
+
+    def put(self, row: int, change: ExpertsChange | None) -> None:
+        """See `AdaptedLinear`. change: as `stage` gave it."""
+        for expert in self._rows.pop(row, ()):
+            self._adapted[expert].put(row, None)
+        if change is None:
+            return
+        own: dict[int, LinearChange] = {e: one for e, one in enumerate(change.experts) if one is not None}
+        for expert, one in own.items():
+            self._of(expert).put(row, one)
+        self._rows[row] = set(own)
+
+    def _of(self, expert: int) -> AdaptedLinear:
+        if expert not in self._adapted:
+            self._adapted[expert] = self._adapt(self._layer.experts[expert], self._of_expert)
+        return self._adapted[expert]
+
+    def __call__(
+        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(changed(x @ weightᵀ + bias)) [T, F]. See `GroupedLinear`."""
+        if self._tokens.rows is None or not any(row in self._rows for row in self._tokens.present):
+            return self._layer(x, ends, activation, bias)
+        parts = []
+        for expert, (start, stop) in enumerate(pairwise([0, *ends.tolist()])):
+            if stop > start:
+                part, own = slice(start, stop), None if bias is None else bias[expert]
+                layer = self._adapted.get(expert, self._layer.experts[expert])
+                with self._of_expert.of(self._tokens.at(part)):
+                    parts.append(layer(x[part], own, activation))
+        return torch.cat(parts)
 
 
 class AdaptedTable(Rows[EmbeddingChange]):

@@ -260,28 +260,28 @@ class LoopedExperts:
     """A `GroupedLinear` of any format, one expert after the other."""
 
     def __init__(self, experts: Sequence[LinearFormat]):
-        self._experts = experts
+        self.experts = experts
 
     @property
     def nbytes(self) -> int:
-        return sum(expert.nbytes for expert in self._experts)
+        return sum(expert.nbytes for expert in self.experts)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return [tensor for expert in self._experts for tensor in expert.memory]
+        return [tensor for expert in self.experts for tensor in expert.memory]
 
     def moved(self) -> None:
-        for expert in self._experts:
+        for expert in self.experts:
             expert.moved()
 
     def __call__(
         self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
     ) -> Tensor:
         bounds = pairwise([0, *ends.tolist()])  # the one wait for the device
-        biases = [None] * len(self._experts) if bias is None else bias
+        biases = [None] * len(self.experts) if bias is None else bias
         parts = [
             expert(x[start:stop], own, activation)
-            for expert, own, (start, stop) in zip(self._experts, biases, bounds, strict=True)
+            for expert, own, (start, stop) in zip(self.experts, biases, bounds, strict=True)
             if stop > start
         ]
         return torch.cat(parts)

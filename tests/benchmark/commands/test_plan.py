@@ -69,6 +69,16 @@ def test_key_value_heads_are_copied_when_there_are_more_shards() -> None:
     assert [28_672, 14_336, 14_336, 14_336] == per_token
 
 
+def test_adapters_take_of_what_the_kv_cache_has() -> None:
+    work = ServedModel(shapes.shape("chatglm3-6b"), "float16")
+    args = argparse.Namespace(max_batch_prefill_tokens=4096, max_concurrent_requests=128, max_total_tokens=2048)
+    without, beside = (devices.capacity(work, DEVICES["l4"], 1, args, taken) for taken in (0, 1e9))
+    missing = (without.kv_tokens - beside.kv_tokens) * without.kv_bytes_per_token_per_shard
+    assert missing == pytest.approx(1e9, abs=2 * 16 * without.kv_bytes_per_token_per_shard)
+    full = devices.capacity(work, DEVICES["l4"], 1, args, 1e12)
+    assert full.problem is not None and "1000.00 GB for adapters" in full.problem and full.kv_tokens == 0
+
+
 def test_copies_are_counted() -> None:
     """ChatGLM3 on eight shards: two key-value heads of 128 numbers, 28 layers of width 4096, in two bytes each."""
     shape = shapes.shape("chatglm3-6b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx2
 import pytest
 
 from router.scheduling.request import ValidRequest
+from router.telemetry.adapter_metrics import MOST_NAMES, AdapterMetrics
 from server.adapters.identity import content_key
 from tests.adapter_folders import adapter_folder
 from tests.router.doubles import tasks_in_process
@@ -141,7 +143,7 @@ async def test_without_adapters_any_model_is_the_model_and_adapter_id_is_refused
         assert (200, "gpt-4") == (answer.status_code, answer.json()["model"])
         status, sentence = error_of(await it.http.post("/generate", json=by_adapter_id("alice")))
         assert 422 == status and "this server has no adapters: leave `adapter_id` out" in sentence
-        assert 0 == (await it.http.get("/info")).json()["adapters"]
+        assert None is (await it.http.get("/info")).json()["adapters"]
 
 
 async def test_answers_name_the_adapter(tmp_path: Path, template: str) -> None:
@@ -151,6 +153,60 @@ async def test_answers_name_the_adapter(tmp_path: Path, template: str) -> None:
                 assert name == (await it.http.post(path, json=GENERATING[path](name))).json()["model"]
         streamed = (await it.http.post("/v1/completions", json={**COMPLETION, "model": "bob", "stream": True})).text
         assert "bob" == json.loads(streamed.split("\n\n")[0].removeprefix("data: "))["model"]
+
+
+async def test_answers_say_which_content_they_had(tmp_path: Path, template: str) -> None:
+    async with adapting(tmp_path, template) as (it, _):
+        alice = f"alice={content_key(tmp_path / 'alice').hex()}"
+        for path, body in GENERATING.items():
+            has_streams = path not in ("/vertex", "/generate", "/generate_stream")
+            for wanted in ({}, {"stream": True}) if has_streams else ({},):
+                answer = await it.http.post(path, json=body("alice") | wanted)
+                assert (200, alice) == (answer.status_code, answer.headers["x-lockstep-adapter"])
+            assert "x-lockstep-adapter" not in (await it.http.post(path, json=body("tgi"))).headers
+        both = {"instances": [by_adapter_id("bob"), by_adapter_id("alice"), TEXT]}
+        told = (await it.http.post("/vertex", json=both)).headers["x-lockstep-adapter"]
+        assert [f"bob={content_key(tmp_path / 'home' / 'bob').hex()}", alice] == told.split(", ")
+
+
+async def test_usage_metrics_and_the_log_name_the_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "router.telemetry.request_log"):
+        async with adapting(tmp_path) as (it, _):
+            for name in ("bob", "bob", "tgi"):
+                answer = (await it.http.post("/v1/completions", json=by_model(COMPLETION)(name))).json()
+                assert (None if name == "tgi" else name) == answer["usage"].get("adapter")
+            await it.http.post("/generate", json=by_adapter_id("carol"))
+            metrics = (await it.http.get("/metrics")).text
+    for name, count, prompt, generated in (("alice", 0.0, 0.0, 0.0), ("bob", 2.0, 10.0, 4.0)):
+        assert f'tgi_adapter_request_count{{adapter="{name}"}} {count}' in metrics
+        assert f'tgi_adapter_tokens{{adapter="{name}",kind="prompt"}} {prompt}' in metrics
+        assert f'tgi_adapter_tokens{{adapter="{name}",kind="generated"}} {generated}' in metrics
+    assert "carol" not in metrics and 'adapter="other"' not in metrics
+    key = content_key(tmp_path / "home" / "bob").hex()
+    lines = [record.__dict__ for record in caplog.records]
+    assert [("bob", key), ("bob", key), (None, None), (None, None)] == [
+        (line.get("adapter"), line.get("adapter_key")) for line in lines
+    ]
+    assert ("not_found", "carol") == (lines[-1]["reason"], lines[-1]["model"])
+
+
+def test_of_many_names_the_first_have_series() -> None:
+    metrics = AdapterMetrics()
+    metrics.expect(f"adapter-{number}" for number in range(MOST_NAMES + 10))
+    requests, _ = metrics.collect()
+    names = [sample.labels["adapter"] for sample in requests.samples]
+    assert MOST_NAMES + 1 == len(names) and ["adapter-63", "other"] == names[-2:]
+
+
+async def test_the_model_has_the_names_that_the_operator_gives_it(tmp_path: Path) -> None:
+    async with adapting(tmp_path, model_id="/models/a", served_model_name=("gpt", "chat")) as (it, asked):
+        for named in ({"model": name} for name in ("gpt", "chat", "/models/a", "tgi")):
+            assert 200 == (await it.http.post("/v1/completions", json=COMPLETION | named)).status_code
+            assert None is asked.pop().adapter
+        assert "gpt" == (await it.http.post("/v1/completions", json=COMPLETION)).json()["model"]
+        listed = (await it.http.get("/v1/models")).json()["data"]
+        assert [("gpt", "gpt"), ("alice", "gpt")] == [(one["id"], one["root"]) for one in listed]
+        assert "gpt" == (await it.http.get("/v1/models/gpt")).json()["id"]
 
 
 async def test_other_servers_names_of_adapters_are_refused(tmp_path: Path, template: str) -> None:

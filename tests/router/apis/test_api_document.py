@@ -11,6 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from router.apis.middleware import OPEN_PATHS
+from router.apis.serving import ADAPTER_HEADER
 from tests.router.apis.openai.test_routes import CHAT, COMPLETION, chunks_of
 from tests.router.site import PROMPT, answering_site, assert_is_error, events_in, site
 
@@ -224,6 +225,6 @@ async def test_preflights_pass_for_every_route_without_a_key() -> None:
             "/generate", json={"inputs": PROMPT}, headers={"authorization": "Bearer k", "origin": "http://a"}
         )
         shown = set(answer.headers["access-control-expose-headers"].split(", "))
-        assert {name for name in answer.headers if name.startswith("x-")} | {"retry-after"} == shown
+        assert {name for name in answer.headers if name.startswith("x-")} | {"retry-after", ADAPTER_HEADER} == shown
         refused = await it.http.post("/vertex", json={}, headers={"origin": "http://a"})
         assert (401, "http://a") == (refused.status_code, refused.headers["access-control-allow-origin"])

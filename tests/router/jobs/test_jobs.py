@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -165,6 +166,53 @@ def test_a_second_death_soon_after_the_first_doubles_no_line(tmp_path: Path) -> 
     assert run_until_killed(source, output, errors, None) is None
     found = [*read_lines(output), *read_lines(errors)]
     assert Counter(f"r{i}" for i in range(1, 13)) == Counter(one["custom_id"] for one in found)
+
+
+def with_adapter(key: str) -> Answering:
+    return Answering(lambda *_: Reply(200, "x", b"{}", adapters={"alice": key}))
+
+
+def test_no_output_has_answers_of_two_contents_of_an_adapter(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in", 12), tmp_path / "out"
+
+    def changes(wanted: BatchRequest, _: int) -> Reply:
+        return Reply(200, "x", b"{}", adapters={"alice": "00" if wanted.custom_id != "r7" else "11"})
+
+    with pytest.raises(JobError, match=r"the adapter alice is not the one that .*/out was begun with: put its files"):
+        run_job(source, output, Answering(changes), concurrency=1)
+    assert [f"r{number}" for number in range(1, 7)] == [one["custom_id"] for one in read_lines(output)]
+    with pytest.raises(JobError, match="the adapter alice is not the one"):
+        run_job(source, output, with_adapter("11"))
+    assert 6 == len(read_lines(output))
+    journal = run_job(source, output, with_adapter("00"))
+    assert (12, {"alice": "00"}, True) == (
+        journal.state.completed, journal.state.adapters, journal.state.is_complete
+    )  # fmt: skip
+
+
+def test_a_death_right_after_the_first_answer_forgets_no_adapter(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in", 4), tmp_path / "out"
+
+    def dies(wanted: BatchRequest, _: int) -> Reply:
+        if wanted.custom_id == "r2":
+            raise Died
+        return Reply(200, "x", b"{}", adapters={"alice": "00"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        run_until = Journal.snapshot
+        patch.setattr(
+            Journal, "snapshot", lambda journal, **_: run_until(journal) if not read_lines(output) else died()
+        )
+        with pytest.raises(Died):
+            run_job(source, output, Answering(dies), concurrency=1, checkpoint_s=1000.0)
+    assert 1 == len(read_lines(output))
+    with pytest.raises(JobError, match="the adapter alice is not the one"):
+        run_job(source, output, with_adapter("11"))
+    assert 4 == run_job(source, output, with_adapter("00")).state.completed
+
+
+def died() -> Any:
+    raise Died
 
 
 def test_lines_that_were_answered_are_not_asked_again(tmp_path: Path) -> None:

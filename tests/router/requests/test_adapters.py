@@ -20,6 +20,7 @@ from server.adapters.identity import content_key
 from tests.adapter_folders import adapter_folder
 from tests.router.scheduling.test_drain_rate import Clock
 
+OWN = ("a/model", "tgi")
 HOSTILE = (
     *(
         "..",
@@ -49,7 +50,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def of_folder(home: Path, clock: Clock | None = None, **options: Any) -> Adapters:
-    return Adapters("a/model", (), str(home), clock=clock or Clock(), **options)
+    return Adapters(OWN, (), str(home), clock=clock or Clock(), **options)
 
 
 async def refusal(found: Adapters, name: str, kind: type[Exception] = UnknownModel) -> str:
@@ -63,7 +64,7 @@ async def ready(_: Adapter) -> None:
 
 
 async def test_without_adapters_any_name_is_the_model() -> None:
-    none = Adapters("a/model", is_on=False)
+    none = Adapters(OWN, is_on=False)
     assert [None] * 4 == [await none.chosen(name, None) for name in ("a/model", "gpt-4", "", None)]
     with pytest.raises(ValidationError, match="this server has no adapters: leave `adapter_id` out"):
         await none.chosen(None, "alice")
@@ -71,7 +72,7 @@ async def test_without_adapters_any_name_is_the_model() -> None:
 
 async def test_a_name_is_an_adapter_s_or_the_model_s_and_nothing_else(tmp_path: Path) -> None:
     folders = {name: adapter_folder(tmp_path / name.replace("/", "-"), name) for name in ("alice", "b/ob")}
-    found = Adapters("a/model", [(name, str(folder)) for name, folder in folders.items()])
+    found = Adapters(OWN, [(name, str(folder)) for name, folder in folders.items()])
     assert [None] * 4 == [await found.chosen(name, None) for name in ("a/model", "tgi", "", None)]
     for name, folder in folders.items():
         expected = Adapter(name, content_key(folder), str(folder))
@@ -82,14 +83,14 @@ async def test_a_name_is_an_adapter_s_or_the_model_s_and_nothing_else(tmp_path: 
 
 
 async def test_a_refusal_shows_the_beginning_of_many_names() -> None:
-    found = Adapters("a/model", [(f"adapter-{number}", "/nowhere") for number in range(30)])
+    found = Adapters(OWN, [(f"adapter-{number}", "/nowhere") for number in range(30)])
     assert (await refusal(found, "x" * 9000 + "\n")).endswith("adapter-9 and 20 more")
     assert len(await refusal(found, "x" * 9000)) < 300 and "\n" not in await refusal(found, "\n")
 
 
 async def test_a_key_sees_its_own_names_alone(tmp_path: Path) -> None:
     folder = str(adapter_folder(tmp_path / "alice"))
-    found = Adapters("a/model", [("alice", folder), ("bob", folder)])
+    found = Adapters(OWN, [("alice", folder), ("bob", folder)])
     mine = frozenset({"alice"})
     assert "alice" == getattr(await found.chosen("alice", None, mine), "name", None)
     for name in ("bob", "carol", "a/model", "tgi", None):
@@ -240,7 +241,7 @@ async def test_what_cannot_be_served_is_a_sentence(home: Path) -> None:
 
 async def test_files_that_are_written_or_gone_are_waited_for(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "alice")
-    found = Adapters("a/model", [("alice", str(folder))])
+    found = Adapters(OWN, [("alice", str(folder))])
 
     def writing(path: Path) -> bytes:
         adapter_folder(path, str(os.urandom(4)))
@@ -301,7 +302,7 @@ async def test_an_unloaded_name_is_not_found_in_the_folder_again(home: Path) -> 
     await refusal(found, "alice")
     await found.load("alice", "alice", in_place=False, prepare=ready)
     assert "alice" == (await found.find("alice")).name
-    listed = Adapters("a/model", [("bob", str(home / "alice"))], str(home))
+    listed = Adapters(OWN, [("bob", str(home / "alice"))], str(home))
     await listed.unload("bob")
     await refusal(listed, "bob")
 
@@ -330,7 +331,7 @@ async def test_what_shards_refuse_is_not_loaded(home: Path) -> None:
         with pytest.raises(ValidationError, match=r"`lora_name` .*cannot be an adapter's"):
             await found.load(name, "alice", in_place=False, prepare=ready)
     with pytest.raises(ValidationError, match="start the server with a folder for them, --adapter-dir"):
-        await Adapters("a/model", [("x", "/x")]).load("mine", "alice", in_place=False, prepare=ready)
+        await Adapters(OWN, [("x", "/x")]).load("mine", "alice", in_place=False, prepare=ready)
     assert [] == list(found.names())
     with patch.object(adapters, "MOST_NAMED", 1):
         await found.load("one", "alice", in_place=False, prepare=ready)

@@ -10,6 +10,8 @@ import pytest
 
 from lockstep_ray.streams import Stream
 from router.requests.continuing import KEY_HEADER, LENGTH_HEADER, MARK
+from server.adapters.identity import content_key
+from tests.adapter_folders import adapter_folder
 from tests.router.doubles import (
     FakeMatching,
     constrained,
@@ -142,6 +144,26 @@ async def test_a_text_that_is_held_to_a_grammar_goes_on_within_it() -> None:
         for count in ends_of_writes(expected):
             known = [(id, -0.5, []) for id in expected[:count]]
             assert await token_ids_of(at_work.batcher.submit(request, known=known)) == expected
+
+
+async def test_a_stream_goes_on_with_its_adapter_and_with_no_other(tmp_path: Path) -> None:
+    folders = [adapter_folder(tmp_path / name / "alice", content) for name, content in ("ax", "bx", "cy")]
+    path, body = "/v1/completions", {"prompt": PROMPT, "stream": True, "max_tokens": 30, "model": "alice"}
+    body["temperature"] = 0
+    told = [{"continuation_key": KEY, "adapters": (("alice", str(folder)),)} for folder in folders]
+    async with site(config=told[0]) as one, site(config=told[1]) as same, site(config=told[2]) as another:
+        await compare([one, same], path, body, 4)
+        stream = Stream()
+        await begin(one, path, body, stream, most_commits=2)
+        known = stream.known()
+        assert content_key(folders[0]).hex() == json.loads(known)["adapter"]
+        for wanted, has_key in ((body, True), (body | {"model": "tgi"}, True), (body, False)):
+            said = known if has_key else json.dumps({**json.loads(known), "adapter": ""}).encode()
+            there = another if has_key else same
+            answer = await there.http.post(path, content=said + json.dumps(wanted).encode(), headers=headers(said))
+            assert (503, "unavailable") == (answer.status_code, answer.json()["error_type"])
+            assert "has other content here than where this stream began" in answer.text
+            await there.all_free()
 
 
 async def test_only_who_knows_the_key_is_told_and_listened_to() -> None:

@@ -45,6 +45,7 @@ class Driven:
         self.rows: dict[int, bytes] = {}
         self.at_hand: set[bytes] = set()
         self.sequences: dict[int, Scheduled] = {}
+        self.doomed: set[int] = set()  # steps under way that fail because a row has nothing
         self.num_steps = 0
 
     def add(self, adapter: int | None, length: int, tokens: int, owner: str = "", priority: int = 0) -> Scheduled:
@@ -73,8 +74,14 @@ class Driven:
             return True
         if not self.under_way:
             return False
-        self._answer(*self.under_way.popleft())
+        self.answer()
         return True
+
+    def answer(self) -> None:
+        if self.under_way[0][0].number in self.doomed:
+            self.fail()
+        else:
+            self._answer(*self.under_way.popleft())
 
     def _send(self, plan: StepPlan[Scheduled]) -> None:
         self.num_steps += 1
@@ -107,19 +114,28 @@ class Driven:
                     self.scheduler.finished(entry, is_cut=True)
 
     def fail(self) -> None:
-        """The oldest step under way fails, and drops its sequences; rows that it changes may be as they were."""
+        """The oldest step under way fails, and drops its sequences; rows that it changes are empty.
+
+        So does every one behind it that has sequences in such a row.
+        """
         if self.under_way:
             plan, _ = self.under_way.popleft()
-            for row, _ in plan.adapters:
+            lost = {row for row, key in plan.adapters if key}
+            for row in lost:
                 self.rows[row] = b""
-            for id in plan.concerned:
+            for later, _ in self.under_way:
+                lost -= {row for row, _ in later.adapters}
+                if any(entry.id == id and entry.row in lost for id, entry in later.concerned.items()):
+                    self.doomed.add(later.number)
+            gone = [plan, *(later for later, _ in self.under_way if later.number in self.doomed)]
+            for id in (id for one in gone for id in one.concerned):
                 self.sequences.pop(id, None)
             self._again(self.scheduler.failed(plan))
 
     def die(self) -> None:
         self._again(self.scheduler.restart([plan for plan, _ in self.under_way]))
         self.scheduler.resize(self.scheduler.limits.max_batch_total_tokens, self.scheduler.limits.num_blocks)
-        for held in (self.under_way, self.rows, self.at_hand, self.sequences):
+        for held in (self.under_way, self.doomed, self.rows, self.at_hand, self.sequences):
             held.clear()
 
     def _again(self, lost: list[Scheduled]) -> None:
@@ -159,7 +175,8 @@ def test_requests_of_sixty_four_adapters_all_run_in_four_rows(count: int, limits
         for _ in range(4):
             driven.step()
         driven.prepare(chance.randrange(3))
-        if chance.random() < 0.01:
+        changes_rows = bool(driven.under_way and driven.under_way[0][0].adapters)
+        if chance.random() < (0.2 if changes_rows else 0.01):
             driven.fail()
         if chance.random() < 0.004:
             driven.die()
@@ -231,3 +248,23 @@ def test_one_that_is_to_run_alone_waits_for_its_adapter_while_others_run() -> No
     plan = driven.scheduler.plan()
     assert plan is not None and [suspect] == plan.admitted and not plan.decoding
     assert driven.scheduler.plan() is None  # it runs alone
+
+
+def test_what_a_failed_step_told_of_rows_is_told_again_even_if_nobody_waits() -> None:
+    driven = Driven(num_lanes=2)
+    driven.add(None, 5, 30)
+    for _ in range(6):
+        driven.step()
+    lost = driven.add(1, 5, 6)
+    driven.scheduler.plan()
+    driven.prepare(1)
+    while not lost.row:
+        driven.step()
+    while not driven.under_way[0][0].adapters:
+        driven.answer()
+    [told] = driven.under_way[0][0].adapters
+    lost.cancelled = True
+    driven.fail()
+    while (plan := driven.scheduler.plan()) is None:
+        driven.answer()
+    assert not driven.scheduler.waiting and [told] == plan.adapters

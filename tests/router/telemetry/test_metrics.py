@@ -40,7 +40,7 @@ OURS = {
         request_guessed_tokens request_right_guesses request_proposed_tokens
         kv_preempted kv_waits kv_recomputed_tokens kv_asked_blocks kv_given_blocks request_expected_tokens
         request_expectation_error_tokens request_outgrown shards_recovery_count shards_recovery_seconds
-        key_request_count key_tokens key_refused
+        key_request_count key_tokens key_refused adapter_request_count adapter_tokens
     """,
     "gauge": """
         queue_tokens kv_blocks_total kv_blocks_free kv_used_ratio kv_owed_tokens batch_held_size batch_peak_batch_size

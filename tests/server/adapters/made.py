@@ -63,6 +63,8 @@ def make(
         down, up = down * inputs**-0.5, up * size
         module = name.removesuffix(".weight")
         lora[f"base_model.model.{module}.lora_A.weight"], lora[f"base_model.model.{module}.lora_B.weight"] = down, up
+        if merged is None:
+            continue
         delta = ALPHA / rank * up @ down
         weights[name] = weight + (delta.t() if is_transposed and "lm_head" not in name else delta)
     assert lora

@@ -299,7 +299,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         candidates = candidates_of(body, is_read=turn.reading is not None, most=most)
         wanted = scored(turn.prompt_request(given), candidates, of_prompt=False)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
-        model = body.model or services.config.model_id
+        model = body.model or services.adapters.base
         head = answers.Head(request.state.request_id, model, echo_of(body), created_of(request))
         frames, shape = partial(ResponseFrames, head, scoring), partial(answers.response, head, scoring)
         told: dict[str, Any] = {"is_stream": body.stream is True, "frames": frames, "shape": shape}
