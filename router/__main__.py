@@ -129,7 +129,7 @@ async def run(config: RouterConfig) -> int:
             tracer=tracer,
             accounts=accounts,
             chat_template=chat_template,
-            prepare=adapters.prepare if limits.adapter_rows else None,
+            shelf=adapters if limits.adapter_rows else None,
         )
         await adapters.prepare_all(await app.state.services.adapters.listed())
         assert config.listen_fd is not None, "the launcher binds"

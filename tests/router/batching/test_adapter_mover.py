@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.batching.adapter_mover import GUILTY, AdapterRowMetrics, AdapterMover
+from router.batching.adapter_mover import GUILTY, AdapterMover, AdapterRowMetrics
 from router.errors import AdapterRefused, Unavailable
 from router.scheduling.adapters import AdapterRows
 from router.scheduling.request import Failed, Finished, ValidRequest
