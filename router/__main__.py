@@ -128,7 +128,7 @@ async def run(config: RouterConfig) -> int:
             tracer=tracer,
             accounts=accounts,
             chat_template=chat_template,
-            prepare=adapters.prepare if started.limits.adapter_rows else None,
+            shelf=adapters if started.limits.adapter_rows else None,
         )
         if await _unless_stopped(stop, _read_named(config, app.state.services.adapters, adapters)) is None:
             return 0
