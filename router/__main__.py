@@ -38,6 +38,7 @@ from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
 from router.requests.adapters import Adapters
 from router.scheduling.adapters import AdapterRows
+from router.scheduling.limits import Limits
 from router.shards.client import ShardError
 from router.shards.group import NextGroup, ShardGroup
 from router.shards.startup import Started, has_tiers, start, table
@@ -111,13 +112,8 @@ async def run(config: RouterConfig) -> int:
         mover = Mover(shards if has_tiers(started) else None, started.limits.block_size)
         await mover.open()
         started = replace(started, tiers=mover.contents)
-        metrics = Metrics(started.limits)
-        if mover.contents is not None:
-            metrics.add(TierMetrics(mover, started.limits.block_size), *TierMetrics.COUNTERS)
-        limits = started.limits
-        rows = AdapterRows(limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
-        adapters = AdapterMover(shards if limits.adapter_rows else None, rows)
-        metrics.add(AdapterRowMetrics(adapters), *AdapterRowMetrics.COUNTERS)
+        adapters = _adapter_mover(shards, started.limits)
+        metrics = _metrics_of(started.limits, mover, adapters)
         follower = Follower(matchers_of(config, started.limits, tokenizer))  # it starts with the first grammar
         batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower, mover=mover, adapters=adapters)
         app = create_app(
@@ -132,7 +128,7 @@ async def run(config: RouterConfig) -> int:
             tracer=tracer,
             accounts=accounts,
             chat_template=chat_template,
-            prepare=adapters.prepare if limits.adapter_rows else None,
+            shelf=adapters if started.limits.adapter_rows else None,
         )
         if await _unless_stopped(stop, _read_named(config, app.state.services.adapters, adapters)) is None:
             return 0
@@ -219,6 +215,19 @@ async def _start(config: RouterConfig, shards: ShardGroup) -> Started:
         await shards.expect_answers()  # or one that is stopped would be waited for for ever
     await shards.wait_ready()
     return await start(config, shards)
+
+
+def _adapter_mover(shards: ShardGroup, limits: Limits) -> AdapterMover:
+    rows = AdapterRows(limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
+    return AdapterMover(shards if limits.adapter_rows else None, rows)
+
+
+def _metrics_of(limits: Limits, mover: Mover, adapters: AdapterMover) -> Metrics:
+    metrics = Metrics(limits)
+    if mover.contents is not None:
+        metrics.add(TierMetrics(mover, limits.block_size), *TierMetrics.COUNTERS)
+    metrics.add(AdapterRowMetrics(adapters), *AdapterRowMetrics.COUNTERS)
+    return metrics
 
 
 async def _read_named(config: RouterConfig, named: Adapters, mover: AdapterMover) -> bool:

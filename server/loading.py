@@ -261,7 +261,9 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
         proposer,
-        None if sites is None else Adapters(sites.num_rows, int(config.adapter_memory * 1e9), sites.read),
+        None
+        if sites is None
+        else Adapters(sites.num_rows, int(config.adapter_memory * 1e9), sites.read, sites.nothing),
     )
 
 

@@ -118,6 +118,27 @@ def test_launches_of_a_layer_and_beside_layers(counted: Counted) -> None:
     assert BESIDE == beside, f"now it is\n{pformat(beside, width=118, sort_dicts=False)}"
 
 
+# What one layer launches where its sequences have adapters: two more for each product that is a kernel of ours.
+ADAPTED = {
+    ("llama-3-8b", 1): "",
+    ("llama-3-8b", 32): "",
+    ("bloomz-7b1-mt", 1): "",
+}
+# And beside all layers, where it is not what stands there without: the head, and the tokens by their adapters.
+BESIDE_ADAPTED = ""
+
+
+def test_launches_of_layers_with_adapters(counted: Counted) -> None:
+    from tests.server.backends.cuda.launches import decode_launches
+
+    found = {(name, size): decode_launches(name, 1, [size], adapters=64)[0] for name, size in ADAPTED}
+    layers = {key: listed(launches.layer) for key, launches in found.items()}
+    assert ADAPTED == layers, f"now it is\n{pformat(layers, width=118, sort_dicts=False)}"
+    name, size = next(iter(ADAPTED))
+    more = listed(found[name, size].beside - counted[name, 1, size].beside)
+    assert BESIDE_ADAPTED == more, f"now it is {more}"
+
+
 def test_layers_are_all_alike(counted: Counted) -> None:
     from tests.server.backends.cuda.launches import decode_launches
 

@@ -23,8 +23,14 @@ HAS_TRITON = sys.platform == "linux" and platform.machine() == "x86_64"  # where
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux on x86-64 alone")
 
 
-INTERPRETED = ["interpreted_kernels", "interpreted_logits", "interpreted_linear", "interpreted_quantised"]
-COMPILED = ["compiled_kernels", "compiled_logits", "compiled_linear", "compiled_quantised"]
+INTERPRETED = [
+    "interpreted_kernels",
+    "interpreted_logits",
+    "interpreted_linear",
+    "interpreted_quantised",
+    "interpreted_adapters",
+]
+COMPILED = ["compiled_kernels", "compiled_logits", "compiled_linear", "compiled_quantised", "compiled_adapters"]
 # Those that are in the suite, and the others.
 PARTS = pytest.mark.parametrize("part", ["not kernels", pytest.param("kernels", marks=pytest.mark.kernels)])
 
