@@ -165,8 +165,7 @@ def test_what_an_adapter_does_not_name_stays(tmp_path: Path) -> None:
     ) as changes:
         assert None is changes.linear([piece_of(WEIGHT, BIAS, [(0, OUTPUTS)], (0, INPUTS))])
         with pytest.raises(
-            AdapterError,
-            match=r"tensor base_model.model.model.layers.1.mlp.up_proj.lora_A.weight in .* is of no layer .* `lockstep",
+            AdapterError, match=r"tensor .*layers\.1\.mlp\.up_proj\.lora_A\.weight in .* is of no layer"
         ):
             changes.refuse_leftovers()
         changes.refuse_leftovers([r"^layers\.1\."])

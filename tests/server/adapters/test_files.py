@@ -61,6 +61,7 @@ def test_tensors_are_known_by_module_and_part(tmp_path: Path, open_files: Open) 
         *LORA, f"{Q}.base_layer.bias", "base_model.model.lm_head.weight", f"{experts}.lora_A.weight",
         f"{experts}.lora_B.weight", f"{experts}.base_layer.lora_A.weight", f"{experts}.base_layer.lora_B.weight",
         "base_model.model.transformer.wte.lora_embedding_A", "base_model.model.transformer.wte.lora_embedding_B",
+        f"{Q}.lora_velora_embed",
     ]  # fmt: skip
     write(tmp_path, {name: torch.ones(4, 4) for name in names})
     modules = open_files(tmp_path).modules
