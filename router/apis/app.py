@@ -50,13 +50,12 @@ from router.grammars.compiler import Compiler
 from router.http.bodies import Bodies
 from router.http.guard import ClientGone
 from router.http.responses import StaticFile
-from router.requests.adapters import Adapters, Prepare
+from router.requests.adapters import Adapters, NoShelf, Shelf
 from router.requests.generation import Generator
 from router.requests.validation import Validator
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
 from router.sandbox.workers import Workers
-from router.scheduling.adapters import Adapter
 from router.scheduling.grammar import Matching
 from router.scheduling.limits import Limits
 from router.shards.client import KvCache, ModelInfo, Shards, SharedHealth
@@ -84,11 +83,11 @@ def create_app(
     tracer: Tracer,
     accounts: Accounts | None = None,
     chat_template: ChatTemplate | None = None,
-    prepare: Prepare | None = None,
+    shelf: Shelf | None = None,
 ) -> FastAPI:
     """The application. Its caller runs the batcher.
 
-    prepare: has the shards read an adapter that is to be loaded; None: the first request for it finds out. accounts
+    shelf: where adapters that are loaded are read; None: the first request for one finds out. accounts
     and chat_template: None stands for those of `config`, which may raise ValueError.
     """
     compiler = compiler_of(config, limits, tokenizer, batcher.matching)
@@ -118,7 +117,7 @@ def create_app(
         shared_health=SharedHealth(shards),
         generator=generator,
         adapters=adapters,
-        prepare=prepare if prepare is not None else _unprepared,
+        shelf=shelf if shelf is not None else NoShelf(),
     )
 
     app = _bare_app(partial(_lifespan, services=services, compiler=compiler, tracer=tracer))
@@ -166,10 +165,6 @@ def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) 
         lifespan=lifespan,
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},  # tracing.py does it
     )
-
-
-async def _unprepared(_: Adapter) -> None:
-    """What requests may name is found out when one does."""
 
 
 def accounts_of(config: RouterConfig) -> Accounts:

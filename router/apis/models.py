@@ -127,12 +127,8 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         _refuse_strangers(request, services)
         body = await read(request, services, LoadAdapter)
         with services.permits.hold(account_of(request)), ClientConnection.of(request.scope).needed():
-            adapter = await services.adapters.load(
-                body.lora_name,
-                body.lora_path,
-                in_place=body.load_inplace is True,
-                prepare=services.prepare,
-            )
+            asked = (body.lora_name, body.lora_path, services.shelf)
+            adapter = await services.adapters.load(*asked, in_place=body.load_inplace is True)
         logger.info("loaded the adapter %s", adapter.name, extra={"key": adapter.key.hex()})
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
@@ -140,7 +136,7 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         _refuse_strangers(request, services)
         body = await read(request, services, UnloadAdapter)
         with services.permits.hold(account_of(request)):
-            await services.adapters.unload(body.lora_name)
+            await services.adapters.unload(body.lora_name, services.shelf)
         logger.info("unloaded the adapter %s", body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -101,7 +101,9 @@ class InfoBody(TypedDict):
     max_batch_size: int | None
     kv_admission: str
     speculate: int
-    adapters: Annotated[int, Field(description="That are known; those of a folder are once they were asked for.")]
+    adapters: Annotated[
+        int | None, Field(description="That are known, of a folder those that were asked for; null: there can be none.")
+    ]
     max_client_batch_size: int
     validation_workers: int
     num_shard: int
@@ -145,7 +147,7 @@ def info_body(services: Services, defaults: dict[str, Any]) -> InfoBody:
         "max_batch_size": limits.max_batch_size,
         "kv_admission": limits.kv_admission,
         "speculate": limits.speculate,
-        "adapters": len(services.adapters),
+        "adapters": len(services.adapters) if services.adapters.is_on else None,
         "max_client_batch_size": config.max_client_batch_size,
         "validation_workers": config.validation_workers,
         "num_shard": model.world_size,

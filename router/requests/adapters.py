@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from router.config import ADAPTER_NAME_RULE, is_adapter_name
-from router.errors import Unavailable, UnknownModel, ValidationError
+from router.errors import AdapterRefused, Unavailable, UnknownModel, ValidationError
 from router.requests.adapter_files import Changing, Content, Missing, Unfit, appearance, read_content
 from router.scheduling.adapters import Adapter
 from router.telemetry.request_log import harmless
@@ -38,7 +39,27 @@ GB = 10**9
 NO_LIMIT = 1 << 62
 
 Allowed = Collection[str] | None  # names that a key may use; None: all
-Prepare = Callable[[Adapter], Awaitable[str | None]]
+
+
+class Shelf(Protocol):
+    """Where adapters are at hand: the shards, as far as names have to do with them."""
+
+    async def prepare(self, adapter: Adapter) -> str:
+        """Have one read; returns why it cannot be served, or nothing. Raises RouterError."""
+
+    def discard(self, key: bytes) -> None:
+        """No request will name one any more."""
+
+
+class NoShelf:
+    """What requests may name is read when one does."""
+
+    async def prepare(self, adapter: Adapter) -> str:
+        """Nothing is known against it."""
+        return ""
+
+    def discard(self, key: bytes) -> None:
+        """It is nowhere."""
 
 
 @dataclass(slots=True)
@@ -135,8 +156,10 @@ class Adapters:
     async def _listed(self, source: Source) -> Adapter:
         try:
             return await self._adapter(source)
-        except (Missing, Unavailable) as error:
-            raise ValueError(f"adapter {source.name}: {error}") from None
+        except Missing as error:
+            raise ValueError(f"the adapter {source.name} {error}") from None
+        except Unavailable as error:
+            raise ValueError(str(error)) from None
 
     def _source(self, name: str) -> Source | None:
         """Where the files of a name would be."""
@@ -199,11 +222,11 @@ class Adapters:
 
     # ----------------------------------------------------------------------------------------------------- changing
 
-    async def load(self, name: str, path: str, *, in_place: bool, prepare: Prepare) -> Adapter:
-        """Have a name stand for the adapter at `path`, below the folder, from now on.
+    async def load(self, name: str, path: str, shelf: Shelf, *, in_place: bool) -> Adapter:
+        """Have a name stand for the adapter at `path`, below the folder, from now on, once it is at hand.
 
-        in_place: whether it may stand for another one already. prepare: has the shards read it, and gives the sentence
-        that says why they cannot serve it. Raises ValidationError and Unavailable; the name then stays as it was.
+        in_place: whether it may stand for another one already. Raises ValidationError and Unavailable; the name then
+        stays as it was.
         """
         if not self.is_on or self.folder is None:
             raise ValidationError("no adapters are loaded here: start the server with a folder for them, --adapter-dir")
@@ -224,19 +247,16 @@ class Adapters:
                 f"`lora_path` {harmless(path)} {error}: give the path of an adapter's folder in that of --adapter-dir"
             ) from None
         adapter = _adapter_of(name, source.content)
-        if problem := await prepare(adapter):
-            raise ValidationError(problem)
+        if problem := await shelf.prepare(adapter):
+            raise AdapterRefused(name, problem)
         source.looked_at = self._clock()
         self._found.pop(name, None)
         self._unloaded.pop(name, None)
         self._named[name] = source
         return adapter
 
-    async def unload(self, name: str) -> Adapter | None:
-        """Have a name stand for nothing; what runs goes on. Returns what it stood for, if that was ever looked at.
-
-        Raises UnknownModel.
-        """
+    async def unload(self, name: str, shelf: Shelf) -> None:
+        """Have a name stand for nothing; what runs goes on. Raises UnknownModel."""
         source = self._named.pop(name, None) or self._found.pop(name, None)
         if source is None:
             await self.find(name)  # one that lies in the folder, and that nobody has asked for
@@ -246,7 +266,13 @@ class Adapters:
         self._unloaded[name] = None
         if len(self._unloaded) > MOST_UNLOADED:
             self._unloaded.popitem(last=False)
-        return None if source.content is None else _adapter_of(name, source.content)
+        if source.content is not None and source.content.key not in self._keys():
+            shelf.discard(source.content.key)
+
+    def _keys(self) -> set[bytes]:
+        """Of all contents that names stand for."""
+        every = (*self._named.values(), *self._found.values())
+        return {source.content.key for source in every if source.content is not None}
 
 
 def _forget_failure(looking: asyncio.Task[Adapter]) -> None:

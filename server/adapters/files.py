@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +27,9 @@ import torch
 from torch import Tensor
 
 from server.adapters.config import AdapterConfig, AdapterError
-from server.adapters.identity import content_key
+from server.adapters.identity import content_key, opened
 from server.adapters.names import plain_name
+from server.checkpoint.files import HubError, checked_file
 
 WHOLE, SEVERAL = "adapter_model.safetensors", "adapter_model*.safetensors"
 PREFIX = "base_model.model."
@@ -98,13 +98,13 @@ class AdapterFiles:
 
     def _add(self, path: Path) -> None:
         try:
-            file = path.open("rb")
+            file = opened(checked_file(path.parent, path.name))
+        except HubError as error:
+            raise AdapterError(str(error)) from None
         except OSError as error:
             raise AdapterError(f"{path} cannot be read ({error.strerror}): give another adapter") from None
         state = os.fstat(file.fileno())
         self._files.append((path, file, state))
-        if not stat.S_ISREG(state.st_mode):
-            raise AdapterError(f"{path} is no regular file: give another adapter")
         for name, entry in _entries(path, file, state.st_size, len(self._files) - 1):
             if name in self._stored:
                 raise AdapterError(f"tensor {name} is in {path} and in another file of the adapter: remove one of them")

@@ -263,6 +263,26 @@ def asked_by(page: Page, address: str) -> dict[str, Any]:
     return found
 
 
+def test_an_adapter_may_be_chosen_where_there_are_some(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url) as page:
+        expect(page.locator("#model")).to_have_text("server/demo")
+        expect(page.locator("#parameter-adapter_id")).to_be_hidden()
+        info = httpx2.get(f"{server.url}/info", timeout=30).json() | {"adapters": 1}
+        models = {"data": [{"id": "server/demo"}, {"id": "alice", "parent": "server/demo"}]}
+        page.route("**/info", lambda route: route.fulfill(json=info))
+        page.route("**/v1/models", lambda route: route.fulfill(json=models))
+        page.reload()
+        expect(page.locator("#parameter-adapter_id")).to_be_visible()
+        assert ["alice"] == page.locator("#parameter-adapter_id-names option").evaluate_all(
+            "all => all.map(it => it.value)"
+        )
+        page.locator("#parameter-adapter_id").fill("alice")
+        with page.expect_request("**/generate_stream") as asked:
+            page.locator("#generate").click()
+        assert "alice" == json.loads(asked.value.post_data or "")["parameters"]["adapter_id"]
+        expect(page.locator("#error")).to_contain_text("this server has no adapters")
+
+
 def test_everything_can_be_done_by_keyboard(browser: Browser, server: Server) -> None:
     with opened(browser, server.url) as page:
         expect(page.locator("#model")).to_have_text("server/demo")

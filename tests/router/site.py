@@ -20,10 +20,12 @@ from fastapi.utils import create_model_field
 
 from router.apis.app import create_app
 from router.apis.document import api_document
+from router.batching.adapter_mover import AdapterMover
 from router.batching.batcher import Batcher
 from router.config import RouterConfig
 from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
+from router.scheduling.adapters import AdapterRows
 from router.scheduling.grammar import Matching
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import NoTracer, Tracer
@@ -32,6 +34,7 @@ from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import FakeShardedClient
 
 PROMPT = "hello"
+ADAPTER_ROOM = {"adapter_rows": 3, "adapter_bytes": 100}
 
 
 @dataclass
@@ -100,12 +103,14 @@ async def unserved(
 ) -> AsyncIterator[Site]:
     """Without a port. tokenizer: None stands for one token for each byte; matching: None for no grammars."""
     tokenizer = tokenizer or byte_tokenizer()
-    wanted = make_limits(**limits)
-    shards = shards or fake_shards(wanted)
     given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
     settings = RouterConfig(**given)
+    wanted = make_limits(**(ADAPTER_ROOM if settings.has_adapters else {}) | limits)
+    shards = shards or fake_shards(wanted)
     metrics = Metrics(wanted)
-    batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching)
+    rows = AdapterRows(wanted.adapter_rows, wanted.adapter_bytes, None)
+    adapters = AdapterMover(shards if wanted.adapter_rows else None, rows)
+    batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching, adapters=adapters)
     with patch("router.apis.app.api_document", document_once), patch("fastapi.routing.create_model_field", schema_once):
         app = create_app(
             settings,
@@ -117,12 +122,14 @@ async def unserved(
             batcher=batcher,
             metrics=metrics,
             tracer=tracer or NoTracer(),
+            shelf=adapters if wanted.adapter_rows else None,
         )
     task = asyncio.create_task(batcher.run())
     async with in_process(app) as http:
         yield Site(app, http, 0, batcher, shards, metrics, settings)
     task.cancel()
     await asyncio.wait({task})
+    await adapters.close()
 
 
 @asynccontextmanager

@@ -379,6 +379,7 @@ async function loadInfo() {
   isLoadingInfo = true;
   try {
     showInfo(await (await ask("info")).json());
+    loadAdapters();
   } catch (error) {
     if (error.status === 401) askForKey(error.message);
   }
@@ -392,6 +393,20 @@ function showInfo(found) {
   const dtype = String(found.model_dtype).replace("torch.", "");
   byId("limits").textContent = `${dtype}, ${shards}, prompts to ${found.max_input_length} of ${found.max_total_tokens} tokens`;
   if (Number.isInteger(found.max_top_n_tokens)) parameters.limitAlternatives(found.max_top_n_tokens);
+}
+
+/** Which adapters there are to name; without an answer, any may still be written. */
+async function loadAdapters() {
+  if (!Number.isInteger(info.adapters)) return;
+  let names = [];
+  try {
+    const { data } = await (await ask("v1/models")).json();
+    names = data.filter(({ parent }) => parent).map(({ id }) => String(id));
+  } catch (error) {
+    if (!(error instanceof ServerError)) console.error(error);
+  }
+  parameters.offerAdapters(names);
+  showMode();
 }
 
 function askForKey(why) {
@@ -420,6 +435,7 @@ async function useKey() {
     return showKeyError(error.message);
   }
   keep(given);
+  loadAdapters();
   byId("key-dialog").close();
   showError(null);
   live.start();

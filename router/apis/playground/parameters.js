@@ -7,6 +7,9 @@ const STREAMED = "only without streaming";
 // native and chat: the names in TGI's API and in OpenAI's; without one, the API does not have it.
 // unset: what an empty field means, shown in it; where chat differs, `unsetInChat`.
 const GROUPS = [
+  ["Model", [
+    { native: "adapter_id", chat: "model", label: "Adapter", kind: "name", unset: "none", isOffered: false },
+  ]],
   ["Length", [
     { native: "max_new_tokens", chat: "max_tokens", label: "Max new tokens", kind: "integer", min: 1, value: "128", unset: "as many as fit" },
     { native: "min_tokens", chat: "min_tokens", label: "Min tokens", kind: "integer", min: 0, unset: "0" },
@@ -54,12 +57,14 @@ const GRAMMARS = {
 export class Parameters {
   constructor(form) {
     this.fields = [];
+    this.groups = [];
     for (const [name, specs] of GROUPS) {
       const group = document.createElement("fieldset");
       const legend = document.createElement("legend");
       legend.textContent = name;
       group.append(legend, ...specs.map((spec) => this.#add(spec)));
       form.append(group);
+      this.groups.push({ group, specs });
     }
   }
 
@@ -80,6 +85,7 @@ export class Parameters {
     row.append(label, input);
     const field = { spec, row, input };
     if (spec.kind === "grammar") row.append((field.text = grammarText(input)));
+    if (spec.kind === "name") row.append((field.names = namesFor(input)));
     if (spec.note) {
       field.note = document.createElement("small");
       field.note.id = `${input.id}-note`;
@@ -108,11 +114,12 @@ export class Parameters {
   /** Show what this API has, streaming or not. */
   show({ isChat, isStream }) {
     for (const { spec, row, input, note } of this.fields) {
-      row.hidden = isChat && !spec.chat;
+      row.hidden = (isChat && !spec.chat) || spec.isOffered === false;
       input.disabled = row.hidden || (Boolean(note) && isStream);
       row.classList.toggle("off", input.disabled);
       if (spec.unset) input.placeholder = (isChat && spec.unsetInChat) || spec.unset;
     }
+    for (const { group, specs } of this.groups) group.hidden = specs.every(({ isOffered }) => isOffered === false);
   }
 
   /** The most alternatives that the server gives with a token. */
@@ -121,6 +128,13 @@ export class Parameters {
     field.spec.max = most;
     field.spec.value = String(Math.min(5, most));
     if (Number(field.input.value) > most) field.input.value = field.spec.value;
+  }
+
+  /** Let one of these adapters be named, or another: the server may find more. */
+  offerAdapters(names) {
+    const field = this.fields.find(({ spec }) => spec.native === "adapter_id");
+    field.spec.isOffered = true;
+    field.names.replaceChildren(...names.map((name) => new Option(name, name)));
   }
 
   /** The parameters that are set, by the names of this API. Throws an Error with a sentence, at the field it is about. */
@@ -145,6 +159,14 @@ export class Parameters {
     }
     return found;
   }
+}
+
+/** Names that a field proposes. */
+function namesFor(input) {
+  const names = document.createElement("datalist");
+  names.id = `${input.id}-names`;
+  input.setAttribute("list", names.id);
+  return names;
 }
 
 /** Where the grammar of the kind that `choice` says is written. */
@@ -190,6 +212,9 @@ function step(event, spec, input) {
 }
 
 const READERS = {
+  name(text) {
+    return text.trim() || undefined;
+  },
   integer(text, spec) {
     const given = text.trim();
     if (!given) return undefined;

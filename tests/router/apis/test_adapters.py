@@ -143,7 +143,7 @@ async def test_without_adapters_any_model_is_the_model_and_adapter_id_is_refused
         assert (200, "gpt-4") == (answer.status_code, answer.json()["model"])
         status, sentence = error_of(await it.http.post("/generate", json=by_adapter_id("alice")))
         assert 422 == status and "this server has no adapters: leave `adapter_id` out" in sentence
-        assert 0 == (await it.http.get("/info")).json()["adapters"]
+        assert None is (await it.http.get("/info")).json()["adapters"]
 
 
 async def test_answers_name_the_adapter(tmp_path: Path, template: str) -> None:
@@ -242,14 +242,6 @@ async def test_models_are_listed_with_their_parent(tmp_path: Path) -> None:
         assert 2 == (await it.http.get("/info")).json()["adapters"]
 
 
-async def test_the_settings_adapters_are_read_before_anybody_asks(tmp_path: Path) -> None:
-    async with adapting(tmp_path) as (it, _):
-        [source] = it.app.state.services.adapters._named.values()
-        async with asyncio.timeout(60):  # a bound of liveness
-            while source.content is None:
-                await asyncio.sleep(0.001)
-
-
 # ------------------------------------------------------------------------------------------------ loading and unloading
 
 
@@ -301,6 +293,7 @@ async def test_what_is_loaded_is_served_and_what_is_unloaded_is_not(tmp_path: Pa
         assert 200 == (await it.http.post("/v1/completions", json=named)).status_code
         second = asked.pop().adapter
         assert first is not None and second is not None and first.key != second.key
+        assert it.shards.prepared.keys() >= {first.key, second.key}
         assert 200 == (await it.http.post(UNLOAD, json={"lora_name": "mine"})).status_code
         assert 404 == (await it.http.post("/v1/completions", json=named)).status_code
         assert 404 == (await it.http.post(UNLOAD, json={"lora_name": "mine"})).status_code

@@ -59,8 +59,20 @@ async def refusal(found: Adapters, name: str, kind: type[Exception] = UnknownMod
     return str(refused.value)
 
 
-async def ready(_: Adapter) -> None:
-    """Shards that serve any adapter."""
+class Shards:
+    """Serve any adapter but for a reason, and note what is asked of them."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.prepared: list[Adapter] = []
+        self.discarded: list[bytes] = []
+        self._problem = problem
+
+    async def prepare(self, adapter: Adapter) -> str:
+        self.prepared.append(adapter)
+        return self._problem
+
+    def discard(self, key: bytes) -> None:
+        self.discarded.append(key)
 
 
 async def test_without_adapters_any_name_is_the_model() -> None:
@@ -255,6 +267,14 @@ async def test_files_that_are_written_or_gone_are_waited_for(tmp_path: Path) -> 
     assert "alice" == (await found.find("alice")).name
 
 
+async def test_what_the_settings_name_is_there_or_a_sentence(tmp_path: Path) -> None:
+    folders = [(name, str(adapter_folder(tmp_path / name, name))) for name in "ab"]
+    assert ["a", "b"] == [one.name for one in await Adapters(OWN, folders).listed()]
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(ValueError, match="the adapter b is no folder that can be read"):
+        await Adapters(OWN, folders).listed()
+
+
 async def test_only_some_of_a_large_folder_are_kept(home: Path) -> None:
     found = of_folder(home)
     for name in "bcd":
@@ -270,40 +290,40 @@ async def test_only_some_of_a_large_folder_are_kept(home: Path) -> None:
 
 
 async def test_a_loaded_adapter_has_a_name_of_its_own_until_it_is_unloaded(home: Path) -> None:
-    found, asked = of_folder(home), list[Adapter]()
-
-    async def prepare(adapter: Adapter) -> None:
-        asked.append(adapter)
-
+    found, shards = of_folder(home), Shards()
     adapter_folder(home / "deep" / "er", "d")
-    loaded = await found.load("mine", "deep/er", in_place=False, prepare=prepare)
-    assert loaded == Adapter("mine", content_key(home / "deep" / "er"), str(home / "deep" / "er")) == asked[0]
+    loaded = await found.load("mine", "deep/er", shards, in_place=False)
+    assert loaded == Adapter("mine", content_key(home / "deep" / "er"), str(home / "deep" / "er")) == shards.prepared[0]
     assert loaded == await found.chosen("mine", None) and ["mine"] == list(found.names())
-    assert loaded == await found.unload("mine")
+    await found.load("also", "deep/er", shards, in_place=False)
+    await found.unload("also", shards)
+    assert [] == shards.discarded  # another name stands for the same
+    await found.unload("mine", shards)
+    assert [loaded.key] == shards.discarded
     await refusal(found, "mine")
     with pytest.raises(UnknownModel):
-        await found.unload("mine")
+        await found.unload("mine", shards)
 
 
 async def test_another_takes_a_name_s_place_only_where_that_is_asked_for(home: Path) -> None:
     found = of_folder(home)
     adapter_folder(home / "b", "b")
-    first = await found.load("mine", str(home / "alice"), in_place=False, prepare=ready)
+    first = await found.load("mine", str(home / "alice"), Shards(), in_place=False)
     with pytest.raises(ValidationError, match="the adapter mine is loaded already: set `load_inplace` to true"):
-        await found.load("mine", "b", in_place=False, prepare=ready)
+        await found.load("mine", "b", Shards(), in_place=False)
     assert first == await found.find("mine")
-    second = await found.load("mine", "b", in_place=True, prepare=ready)
+    second = await found.load("mine", "b", Shards(), in_place=True)
     assert first.key != second.key and second == await found.find("mine")
 
 
 async def test_an_unloaded_name_is_not_found_in_the_folder_again(home: Path) -> None:
     found = of_folder(home)
-    await found.unload("alice")  # which nobody has asked for yet
+    await found.unload("alice", Shards())  # which nobody has asked for yet
     await refusal(found, "alice")
-    await found.load("alice", "alice", in_place=False, prepare=ready)
+    await found.load("alice", "alice", Shards(), in_place=False)
     assert "alice" == (await found.find("alice")).name
     listed = Adapters(OWN, [("bob", str(home / "alice"))], str(home))
-    await listed.unload("bob")
+    await listed.unload("bob", Shards())
     await refusal(listed, "bob")
 
 
@@ -316,24 +336,21 @@ async def test_nothing_is_loaded_but_from_below_the_folder(home: Path, path: str
     found = of_folder(home)
     for given in (path, str(home / path) if "\0" not in path else path):
         with pytest.raises(ValidationError, match=r"`lora_path` .*: give the path of an adapter's folder in that of"):
-            await found.load("mine", given, in_place=True, prepare=ready)
+            await found.load("mine", given, Shards(), in_place=True)
     assert [] == list(found.names())
 
 
 async def test_what_shards_refuse_is_not_loaded(home: Path) -> None:
-    async def refuse(adapter: Adapter) -> str:
-        return f"the adapter {adapter.name} has NaN in its weights"
-
     found = of_folder(home)
-    with pytest.raises(ValidationError, match="the adapter mine has NaN in its weights"):
-        await found.load("mine", "alice", in_place=False, prepare=refuse)
+    with pytest.raises(ValidationError, match="the adapter mine cannot be served: it has NaN in its weights"):
+        await found.load("mine", "alice", Shards("it has NaN in its weights"), in_place=False)
     for name in ("a/model", "tgi", "../x", "", "x" * 129):
         with pytest.raises(ValidationError, match=r"`lora_name` .*cannot be an adapter's"):
-            await found.load(name, "alice", in_place=False, prepare=ready)
+            await found.load(name, "alice", Shards(), in_place=False)
     with pytest.raises(ValidationError, match="start the server with a folder for them, --adapter-dir"):
-        await Adapters(OWN, [("x", "/x")]).load("mine", "alice", in_place=False, prepare=ready)
+        await Adapters(OWN, [("x", "/x")]).load("mine", "alice", Shards(), in_place=False)
     assert [] == list(found.names())
     with patch.object(adapters, "MOST_NAMED", 1):
-        await found.load("one", "alice", in_place=False, prepare=ready)
+        await found.load("one", "alice", Shards(), in_place=False)
         with pytest.raises(ValidationError, match="1 adapters are loaded, which is the most: unload some"):
-            await found.load("two", "alice", in_place=False, prepare=ready)
+            await found.load("two", "alice", Shards(), in_place=False)
