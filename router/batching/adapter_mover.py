@@ -136,6 +136,10 @@ class AdapterMover:
             self._start(adapter)
         return await asyncio.shield(self._reading[key])
 
+    def discard(self, key: bytes) -> None:
+        """No request will name an adapter any more: it makes room before all others."""
+        self.rows.discard(key)
+
     async def close(self) -> None:
         """End what is under way."""
         tasks = [*self._reading.values(), *self._forgetting.values()]

@@ -314,6 +314,15 @@ class AdapterRows:
                 forgotten.append(key)
         return forgotten
 
+    def discard(self, key: bytes) -> None:
+        """No request will name it any more: it is the first to make room."""
+        self._sizes, self._rows = _first(self._sizes, key), _first(self._rows, key)
+
+
+def _first(some: dict[bytes, int], key: bytes) -> dict[bytes, int]:
+    """The same with this key in front, if it is there."""
+    return {key: some[key]} | some if key in some else some
+
 
 def _drop_one(counter: Counter[bytes], key: bytes) -> None:
     counter[key] -= 1

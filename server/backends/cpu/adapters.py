@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from server.arch.spec import Activation
 from server.backends.cpu.graph import Pool
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import LINE, PANEL_ROWS, Changes, ExpertChanges, KernelExperts, PanelFormat, address_of
-from server.backends.protocol import ExpertsChange, LinearChange, LowRank, TokenAdapters
+from server.backends.protocol import AdaptedLinear, ExpertsChange, LinearChange, LowRank, TokenAdapters
+from server.backends.reference.linear import StackedLinear
 
 GROUP = 8  # of adapters.h
 LANES = PANEL_ROWS // 2  # outputs that have ranks of their own
@@ -187,6 +189,77 @@ class PanelAdapted:
     def _changes(self) -> Changes | None:
         rows = self._tokens.rows
         return None if rows is None else Changes(self._address, rows)
+
+
+@dataclass(frozen=True)
+class StagedStack(LinearChange):
+    """What has been staged for each part of a stack; None: the part stays as it is."""
+
+    changes: tuple[LinearChange | None, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(change.nbytes for change in self.changes if change is not None)
+
+
+class StackedAdapted:
+    """An `AdaptedLinear` of several, one below the other. heights: the outputs of each."""
+
+    def __init__(self, parts: Sequence[AdaptedLinear], heights: Sequence[int], *, is_gated: bool):
+        self._parts = parts
+        self._ends = [*accumulate(heights)]
+        self._layer = StackedLinear(parts, is_gated=is_gated)
+
+    @property
+    def is_capturable(self) -> bool:
+        return all(part.is_capturable for part in self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the layer, without adapters."""
+        return self._layer.nbytes
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return self._layer.memory
+
+    def moved(self) -> None:
+        self._layer.moved()
+
+    def stage(self, change: LinearChange) -> StagedStack:
+        """See `AdaptedLinear`."""
+        if isinstance(change, StagedStack):
+            return change
+        cuts = [_cut(change, start, stop) for start, stop in pairwise([0, *self._ends])]
+        pairs = zip(self._parts, cuts, strict=True)
+        return StagedStack(changes=tuple(None if own is None else part.stage(own) for part, own in pairs))
+
+    def put(self, row: int, change: LinearChange | None) -> None:
+        """See `AdaptedLinear`."""
+        changes = [None] * len(self._parts) if change is None else self.stage(change).changes
+        for part, own in zip(self._parts, changes, strict=True):
+            part.put(row, own)
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(changed(x @ weightᵀ + bias)) + residual, [T, F], in x's dtype."""
+        return self._layer(x, bias, activation, residual)
+
+    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → changed(x @ weightᵀ + bias), [T, F]."""
+        return self._layer.finest(x, bias)
+
+
+def _cut(change: LinearChange, start: int, stop: int) -> LinearChange | None:
+    """What of it changes the outputs `start` … `stop` - 1; None: nothing."""
+    parts = tuple(
+        replace(part, first=max(part.first - start, 0), up=part.up[max(start - part.first, 0) : stop - part.first])
+        for part in change.parts
+        if part.first < stop and part.first + len(part.up) > start
+    )
+    bias, gain = (None if values is None else values[start:stop] for values in (change.bias, change.gain))
+    return LinearChange(parts, bias, gain) if parts or bias is not None or gain is not None else None
 
 
 class PanelAdaptedExperts:

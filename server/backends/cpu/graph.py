@@ -39,7 +39,7 @@ class CaptureError(RuntimeError):
 
 
 class Pool:
-    """Memory for tensors, of graphs say: first fit, given back when a tensor's last view is gone, on any thread."""
+    """Memory for tensors, of graphs say: first fit; given back when the last view of one is gone, on any thread."""
 
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []

@@ -351,6 +351,24 @@ def test_requests_without_adapters_are_nobodys_business() -> None:
     assert not rows.is_awaited and not rows.has_changes and [] == rows.take_changes(1)
 
 
+def test_one_that_is_discarded_is_the_first_to_go() -> None:
+    world = world_of([10] * 4, 3, host_bytes=0)
+    for number in (0, 1, 2):
+        world.ask(number)
+    world.step()
+    world.prepare()
+    world.step()
+    for _ in range(3):
+        world.end(0)
+    world.rows.discard(adapter_of(2).key)
+    world.rows.discard(adapter_of(3).key)  # which is nowhere
+    world.ask(3)
+    world.step()
+    world.prepare()
+    world.step()
+    assert {adapter_of(number).key for number in (0, 1, 3)} == {*world.on_device.values()}
+
+
 def test_the_same_content_under_two_names_is_one_adapter() -> None:
     world = world_of([10], 1)
     one = world.ask(0)

@@ -22,7 +22,7 @@ from server.backends.cpu.quantised import CodeFormat, LevelFormat
 from server.backends.protocol import ExpertsChange, LinearChange, LowRank, TokenAdapters
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.adapters import StockAdapted
-from server.backends.reference.linear import DenseFormat
+from server.backends.reference.linear import DenseFormat, StackedLinear
 from server.quantisation.rounding import float8_rows, int8_rows
 from tests.combinations import all_pairs, by_turns
 from tests.server.backends.cpu.test_codes import grouped, random
@@ -225,6 +225,28 @@ def test_what_the_kernels_do_not_compute_is_left_to_stock_operators(kernels: Ker
     ours = backend.adapted(backend.linear(random(64, 32)), 2, tokens, is_gated=False)
     others = backend.adapted(DenseFormat(random(64, 32)), 2, tokens, is_gated=False)
     assert isinstance(ours, PanelAdapted) and isinstance(others, StockAdapted)
+
+
+@pytest.mark.parametrize(("dtype", "is_gated"), all_pairs(BOTH, (False, True)))
+def test_parts_that_are_not_stored_alike_are_changed_as_one(
+    kernels: Kernels, dtype: torch.dtype, is_gated: bool
+) -> None:
+    tokens = TokenAdapters(ROWS, range(1, 9))
+    heights = (46, 46) if is_gated else (33, 50, 9)
+    parts = [FORMATS[name](kernels, height, dtype, False) for name, height in zip(FORMATS, heights, strict=False)]
+    stack = StackedLinear(parts, is_gated=is_gated)
+    layer = CpuBackend(kernels, dtype).adapted(stack, 8, tokens, is_gated=is_gated)
+    stock = ReferenceBackend(CpuDevice()).adapted(stack, 8, tokens, is_gated=is_gated)
+    assert layer.is_capturable
+    for row, change in changes_of(OUTPUTS, dtype).items():
+        layer.put(row, layer.stage(change))
+        stock.put(row, change)
+    x, bias = random(len(ROWS), INPUTS, seed=1).to(dtype), random(OUTPUTS, seed=2).to(dtype)
+    how = (bias, Activation.SILU if is_gated else None, random(len(ROWS), OUTPUTS // (1 + is_gated)).to(dtype))
+    assert_near(stock(x, *how), layer(x, *how))
+    for row in range(1, 9):
+        layer.put(row, None)
+    assert torch.equal(stack(x, *how), layer(x, *how))
 
 
 # ------------------------------------------------------------------------------------------------------------- experts
