@@ -274,7 +274,7 @@ def _sites(config: ShardConfig, weights: Weights, num_layers: int, backend: Back
     if not config.has_adapters:
         return None
     others = model_loading.of_other_stages(weights, stage, num_layers)
-    return Sites(backend, config.max_adapters, weights.dtype, others)
+    return Sites(backend, config.max_adapters, weights.dtype, others, config.adapter_memory * 1e9)
 
 
 def _connect(config: ShardConfig, device: Device) -> Shard:

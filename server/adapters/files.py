@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from server.adapters.config import AdapterConfig, AdapterError
-from server.adapters.identity import content_key, opened
+from server.adapters.identity import ContentCheck, opened
 from server.adapters.names import plain_name
 from server.checkpoint.files import HubError, checked_file
 
@@ -80,12 +80,13 @@ class Module:
 class AdapterFiles:
     """An adapter's config and tensors. Raises AdapterError for all that is not as it must be.
 
-    What is read is finite. Files stay open until `close`.
+    key: of the content, for `refuse_changed`. What is read is finite. Files stay open until `close`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
         self.folder = folder
         self.config = AdapterConfig.read(folder)
+        self._check = None if key is None else ContentCheck(folder, key)
         self._files: list[tuple[Path, BinaryIO, os.stat_result]] = []
         self._stored: dict[str, Stored] = {}
         self._held: dict[str, Tensor] = {}  # what was read whole last, for the next expert
@@ -113,6 +114,8 @@ class AdapterFiles:
 
     def close(self) -> None:
         """Nothing can be read afterwards."""
+        if self._check is not None:
+            self._check.stop()
         for _, file, _ in self._files:
             file.close()
 
@@ -133,10 +136,11 @@ class AdapterFiles:
         """A tensor as sentences name it."""
         return f"tensor {name} in {self._files[self._stored[name].file][0]}"
 
-    def refuse_changed(self, key: bytes) -> None:
-        """Raise AdapterError unless the files are what `key` is of, and unchanged since they were opened."""
+    def refuse_changed(self) -> None:
+        """Raise AdapterError unless the files are what the key is of, and unchanged since they were opened."""
+        assert self._check is not None, "only of an adapter whose key is known"
         try:
-            is_same = content_key(self.folder) == key and all(
+            is_same = self._check.result() and all(
                 _marks(os.fstat(file.fileno())) == _marks(path.stat()) == _marks(then)
                 for path, file, then in self._files
             )
@@ -158,7 +162,7 @@ class AdapterFiles:
         if name in self._held:
             return self._held[name][first:last]
         tensor = self._bytes(name, stored, first, last)
-        if not torch.isfinite(tensor).all():
+        if tensor.numel() and not all(math.isfinite(end) for end in torch.aminmax(tensor)):  # of which NaN is both
             raise AdapterError(f"{self.told(name)} has NaN or infinity: {BAD_FILE}")
         if rows is None:
             self._held[name] = tensor

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from typing import BinaryIO
 
 CONFIG = "adapter_config.json"
@@ -16,13 +18,16 @@ KEY_BYTES = 16
 PIECE_BYTES = 1 << 20
 
 
-def content_key(folder: Path) -> bytes:
-    """The digest of an adapter's config and weights, each with its name and length. Raises OSError."""
+def content_key(folder: Path, is_wanted: Callable[[], bool] = lambda: True) -> bytes:
+    """The digest of an adapter's config and weights, each with its name and length. Raises OSError.
+
+    is_wanted: whether to go on; the digest is another one where it ends before.
+    """
     digest = blake2b(digest_size=KEY_BYTES)
     for path in content(folder):
         with opened(path) as file:
             digest.update(f"{path.name}\0{os.fstat(file.fileno()).st_size}\0".encode())
-            while piece := file.read(PIECE_BYTES):
+            while (piece := file.read(PIECE_BYTES)) and is_wanted():
                 digest.update(piece)
     return digest.digest()
 
@@ -40,3 +45,27 @@ def opened(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+class ContentCheck:
+    """Whether a folder's content has a key, which a thread finds out beside what else is read of it."""
+
+    def __init__(self, folder: Path, key: bytes) -> None:
+        self._is_wanted = True
+        self._is_same = False
+        self._thread = Thread(target=self._compare, args=(folder, key), daemon=True)
+        self._thread.start()
+
+    def _compare(self, folder: Path, key: bytes) -> None:
+        with suppress(OSError):
+            self._is_same = content_key(folder, lambda: self._is_wanted) == key
+
+    def result(self) -> bool:
+        """Waits for it."""
+        self._thread.join()
+        return self._is_same
+
+    def stop(self) -> None:
+        """Nobody wants to know any more."""
+        self._is_wanted = False
+        self._thread.join()

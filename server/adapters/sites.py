@@ -5,6 +5,7 @@ Left out: norms over the whole width of queries or keys; what an adapter has for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from server.adapters.adapters import Change
 from server.adapters.changes import Changes
+from server.adapters.config import AdapterError
 from server.adapters.files import AdapterFiles
 from server.backends.protocol import (
     AdaptedExperts,
@@ -139,12 +141,17 @@ class Placed:
 
 @dataclass
 class Sites:
-    """Of one model. num_rows: adapters at once; elsewhere: patterns of tensors that other ranks change layers by."""
+    """Of one model.
+
+    num_rows: adapters at once; elsewhere: patterns of tensors that other ranks change layers by; budget: bytes of all
+    rows together.
+    """
 
     backend: Backend
     num_rows: int
     dtype: torch.dtype
     elsewhere: Sequence[str] = ()
+    budget: float = math.inf
     tokens: TokenAdapters = field(default_factory=TokenAdapters)
     of_pairs: TokenAdapters = field(default_factory=TokenAdapters)  # of tokens sorted by expert
     all: list[Site] = field(default_factory=list)
@@ -195,12 +202,20 @@ class Sites:
 
     def read(self, key: bytes, folder: Path) -> list[Change]:
         """What an adapter makes of these layers. Raises AdapterError."""
-        with closing(AdapterFiles(folder)) as files:
-            changes = Changes(files, self.dtype)
-            found = [(site.layer, site.find(changes)) for site in self.all]
+        with closing(AdapterFiles(folder, key)) as files:
+            changes, left, found = Changes(files, self.dtype), self.budget, []
+            for site in self.all:
+                if (change := site.find(changes)) is not None:
+                    found.append((site.layer, change))
+                    left -= change.nbytes
+                if left < 0:  # before more of it is read
+                    raise AdapterError(
+                        f"it takes more than {self.budget / 1e9:.3g} GB of a device, which is adapter_memory: raise "
+                        "adapter_memory, or give it a lower rank"
+                    )
             changes.refuse_leftovers(self.elsewhere)
-            files.refuse_changed(key)
-        return [Placed(layer, layer.stage(change)) for layer, change in found if change is not None]
+            files.refuse_changed()
+        return [Placed(layer, layer.stage(change)) for layer, change in found]
 
     def nothing(self) -> list[Change]:
         """Changes of all linear layers that change nothing, and yet are computed as others."""

@@ -7,7 +7,9 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from server.adapters import identity
 from server.adapters.config import AdapterError
 from server.adapters.files import AdapterFiles
 from server.adapters.identity import content_key
@@ -225,12 +228,28 @@ def in_config(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, touched, in_config, Path.unlink])
-def test_files_that_changed_meanwhile_are_noticed(
-    folder: Path, change: Callable[[Path], None], open_files: Open
-) -> None:
-    key, files = content_key(folder), open_files(folder)
-    files.refuse_changed(key)
-    change(folder / "adapter_model.safetensors")
-    assert torch.equal(LORA[f"{Q}.lora_A.weight"], files.read(f"{Q}.lora_A.weight", (4, 6)))
-    with pytest.raises(AdapterError, match="have changed meanwhile"):
-        files.refuse_changed(key)
+def test_files_that_changed_meanwhile_are_noticed(folder: Path, change: Callable[[Path], None]) -> None:
+    key = content_key(folder)
+    with closing(AdapterFiles(folder, key)) as files:
+        files.refuse_changed()
+    with closing(AdapterFiles(folder, key)) as files:
+        change(folder / "adapter_model.safetensors")
+        assert torch.equal(LORA[f"{Q}.lora_A.weight"], files.read(f"{Q}.lora_A.weight", (4, 6)))
+        with pytest.raises(AdapterError, match="have changed meanwhile"):
+            files.refuse_changed()
+
+
+def test_content_of_another_key_is_noticed(folder: Path) -> None:
+    with closing(AdapterFiles(folder, bytes(16))) as files, pytest.raises(AdapterError, match="have changed meanwhile"):
+        files.refuse_changed()
+
+
+def test_an_adapter_is_not_read_on_when_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "PIECE_BYTES", 1)
+    key, read = content_key(folder), []
+    monkeypatch.setattr(
+        identity, "blake2b", lambda digest_size: SimpleNamespace(update=read.append, digest=lambda: key)
+    )
+    check = identity.ContentCheck(folder, key)
+    check.stop()
+    assert len(read) < 100
