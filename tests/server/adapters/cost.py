@@ -1,10 +1,10 @@
 """What adapters add to a decode step, on an idle machine: `python -m tests.server.adapters.cost FOLDER`.
 
-With `--device cuda` it is a GPU's. FOLDER is a model such as `python -m benchmark.race.model bloom-560m FOLDER` makes; adapters of rank 16 of all linear
-layers are made for it. Batches of 1, 8 and 32 sequences decode with no adapter, with one, with 8 and with 32 different
-ones, and without any in a model that serves none, in turn; a round is the median of some steps. It prints, for each
-batch and kind, the median of all rounds in milliseconds, and the median, the least and the largest of what it is beside
-the model that serves none.
+FOLDER is a model such as `python -m benchmark.race.model bloom-560m FOLDER` makes; adapters of rank 16 of all its
+linear layers are made for it. Batches of 1, 8 and 32 sequences decode with no adapter, with one, with 8 and with 32
+different ones, and without any in a model that serves none, in turn; a round is the median of some steps. It prints,
+for each batch and kind, the median of all rounds in milliseconds, and the median, the least and the largest of what it
+is beside the model that serves none.
 """
 
 from __future__ import annotations
