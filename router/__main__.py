@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import uvicorn
 import uvloop
@@ -36,7 +36,9 @@ from router.config import RouterConfig
 from router.grammars.follower import Follower
 from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
+from router.requests.adapters import Adapters
 from router.scheduling.adapters import AdapterRows
+from router.scheduling.limits import Limits
 from router.shards.client import ShardError
 from router.shards.group import NextGroup, ShardGroup
 from router.shards.startup import Started, has_tiers, start, table
@@ -55,6 +57,8 @@ SPARE_FILES = 64  # descriptors that are no connections and may yet be opened: c
 MOST_ACCEPTED = 16
 TURNS_TO_READ = 4  # of the event loop, in which what a new connection has sent is read
 BEAT_S = 1.0  # between two signs of life
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("router")
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
@@ -108,13 +112,8 @@ async def run(config: RouterConfig) -> int:
         mover = Mover(shards if has_tiers(started) else None, started.limits.block_size)
         await mover.open()
         started = replace(started, tiers=mover.contents)
-        metrics = Metrics(started.limits)
-        if mover.contents is not None:
-            metrics.add(TierMetrics(mover, started.limits.block_size), *TierMetrics.COUNTERS)
-        limits = started.limits
-        rows = AdapterRows(limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
-        adapters = AdapterMover(shards if limits.adapter_rows else None, rows)
-        metrics.add(AdapterRowMetrics(adapters), *AdapterRowMetrics.COUNTERS)
+        adapters = _adapter_mover(shards, started.limits)
+        metrics = _metrics_of(started.limits, mover, adapters)
         follower = Follower(matchers_of(config, started.limits, tokenizer))  # it starts with the first grammar
         batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower, mover=mover, adapters=adapters)
         app = create_app(
@@ -129,9 +128,10 @@ async def run(config: RouterConfig) -> int:
             tracer=tracer,
             accounts=accounts,
             chat_template=chat_template,
-            shelf=adapters if limits.adapter_rows else None,
+            shelf=adapters if started.limits.adapter_rows else None,
         )
-        await adapters.prepare_all(await app.state.services.adapters.listed())
+        if await _unless_stopped(stop, _read_named(config, app.state.services.adapters, adapters)) is None:
+            return 0
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
         listener.set_inheritable(False)  # or what this process starts would keep the port when it is gone
@@ -217,11 +217,38 @@ async def _start(config: RouterConfig, shards: ShardGroup) -> Started:
     return await start(config, shards)
 
 
+def _adapter_mover(shards: ShardGroup, limits: Limits) -> AdapterMover:
+    rows = AdapterRows(limits.adapter_rows, limits.adapter_bytes, limits.adapter_host_bytes)
+    return AdapterMover(shards if limits.adapter_rows else None, rows)
+
+
+def _metrics_of(limits: Limits, mover: Mover, adapters: AdapterMover) -> Metrics:
+    metrics = Metrics(limits)
+    if mover.contents is not None:
+        metrics.add(TierMetrics(mover, limits.block_size), *TierMetrics.COUNTERS)
+    metrics.add(AdapterRowMetrics(adapters), *AdapterRowMetrics.COUNTERS)
+    return metrics
+
+
+async def _read_named(config: RouterConfig, named: Adapters, mover: AdapterMover) -> bool:
+    """Have the shards read the adapters that the settings name. Raises ValueError for one that cannot be served.
+
+    A router that follows another serves without it: whoever asks for it is told why.
+    """
+    try:
+        await mover.prepare_all(await named.listed())
+    except ValueError as error:
+        if config.group == 1 and not config.is_warm:
+            raise
+        logger.warning("%s", error)
+    return True
+
+
 def _ready(shards: ShardGroup, address: str) -> None:
     lifecycle.info("ready at %s", address, extra={"event": "ready", "group": shards.number})
 
 
-async def _unless_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, Started]) -> Started | None:
+async def _unless_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, Result]) -> Result | None:
     work, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
     await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

@@ -93,9 +93,10 @@ class TooLong(ValidationError):
 
 
 class AdapterRefused(ValidationError):
-    """The adapter that the request names cannot be served."""
+    """The adapter that the request names cannot be served. folder: its own, of which clients are told the files."""
 
-    def __init__(self, name: str, problem: str) -> None:
+    def __init__(self, name: str, problem: str, folder: str = "") -> None:
+        problem = problem.replace(f"{folder}/", "") if folder else problem
         super().__init__(f"the adapter {name} cannot be served: {for_clients(problem)}")
 
 

@@ -261,8 +261,12 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
         proposer,
-        None if sites is None else Adapters(sites.num_rows, int(config.adapter_memory * 1e9), sites.read),
+        None if sites is None else _adapters(config, sites),
     )
+
+
+def _adapters(config: ShardConfig, sites: Sites) -> Adapters:
+    return Adapters(sites.num_rows, int(config.adapter_memory * 1e9), sites.read, sites.nothing)
 
 
 def _sites(config: ShardConfig, weights: Weights, num_layers: int, backend: Backend, stage: Stage) -> Sites | None:

@@ -10,7 +10,7 @@ from functools import cache
 from tests.test_architecture import ROOT
 
 PAGE = (ROOT / "docs" / "reliability.md").read_text()
-IDS = [*(f"R-{number:02}" for number in range(1, 49)), *(f"S-{number:02}" for number in range(1, 30))]
+IDS = [*(f"R-{number:02}" for number in range(1, 50)), *(f"S-{number:02}" for number in range(1, 30))]
 
 
 @cache

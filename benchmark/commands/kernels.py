@@ -164,6 +164,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(case.name, partial(launch_attention, case)) for case in HEAD_CASES)
     yield from product_cases()
     yield from quantised_cases()
+    yield from adapted_cases()
     yield from norm_cases()
     yield from (Case(f"{k} of {experts} experts", partial(launch_routing, experts, k)) for experts, k in MIXTURES)
     yield from logit_cases()
@@ -268,6 +269,33 @@ def launch_quantised(kind: str, rows: int, *, is_gated: bool, only_first: bool =
     for tiling in tilings:
         layer.by_kernel(layer.inputs(zeros(rows, shape.inputs)), epilogue, torch.bfloat16, tiling=tiling)
     return tilings
+
+
+def adapted_cases() -> Iterator[Case]:
+    """What adapters add to a product."""
+    import torch
+
+    for rows in (8, 64):
+        for is_gated in (False, True):
+            name = f"adapters of {rows} rows, bfloat16{', gated' if is_gated else ''}"
+            yield Case(name, partial(launch_adapted, rows, torch.bfloat16, is_gated=is_gated))
+
+
+def launch_adapted(rows: int, dtype: torch.dtype, *, is_gated: bool) -> None:
+    """A layer of a captured step, as far as its adapters are concerned: what they are does not matter."""
+    import torch
+
+    from server.arch.spec import Activation
+    from server.backends.cuda.kernels.adapters import finish, group, shrink
+    from server.backends.cuda.kernels.linear import Epilogue
+
+    x, table = torch.zeros(rows, WIDTH, dtype=dtype), torch.zeros(65, dtype=torch.int64)
+    groups = group(torch.zeros(rows, dtype=torch.int64), num_rows=64)
+    product_dtype = torch.float32 if rows == 8 else dtype
+    product = torch.zeros(rows, WIDTH * (2 if is_gated else 1), dtype=product_dtype)
+    shrunk = shrink(x, table, groups, dtype, most=1024)
+    epilogue = Epilogue(None, Activation.SILU, None) if is_gated else Epilogue(residual=x)
+    finish(product, x, shrunk, table, groups, epilogue, dtype, is_gated=is_gated, out_dtype=dtype)
 
 
 def norm_cases() -> Iterator[Case]:

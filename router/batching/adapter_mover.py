@@ -112,16 +112,16 @@ class AdapterMover:
                 raise Unavailable("The model shards are lost, and others begin: load the adapter again") from None
 
     async def prepare_all(self, adapters: Iterable[Adapter]) -> None:
-        """Have shards that have read nothing read all once. Raises ValueError for one that cannot be served, and
-        ShardError.
+        """Have shards that have read nothing read all once. Raises ValueError for one that cannot be served.
 
-        Those stay at hand that there is memory for.
+        Those stay at hand that there is memory for. Where the shards are lost meanwhile, `check` says so.
         """
-        self.lost()
-        self.rows.restart()
-        self.renewed()
         for adapter in adapters:
-            if problem := await self._prepared(adapter):
+            try:
+                problem = await self._prepared(adapter)
+            except ShardError:
+                return
+            if problem:
                 raise ValueError(f"adapter {adapter.name}: {problem}")
 
     async def _prepared(self, adapter: Adapter) -> str:

@@ -447,7 +447,7 @@ class Batcher:
         for entry in self._scheduler.waiting:
             its = entry.adapter
             if its is not None and (its.key, its.folder) == (adapter.key, adapter.folder):
-                self.end(entry, AdapterRefused(its.name, problem))
+                self.end(entry, AdapterRefused(its.name, problem, its.folder))
 
     def _fail_all(self, error: RouterError) -> None:
         for entry in list(self._live.values()):

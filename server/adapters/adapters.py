@@ -8,7 +8,8 @@ Left out: which adapters are read, and which are in rows; the router says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -38,11 +39,16 @@ ReadChanges = Callable[[bytes, Path], list[Change]]
 
 @dataclass
 class Adapters:
-    """See the module. read: what reads files; budget: bytes of all rows together, on the device."""
+    """See the module.
+
+    read: what reads files; budget: bytes of all rows together, on the device; nothing: changes that change nothing, and
+    yet are computed as others.
+    """
 
     num_rows: int
     budget: int
     read: ReadChanges
+    nothing: Callable[[], list[Change]] = list
     _prepared: dict[bytes, list[Change]] = field(default_factory=dict)
     _placed: dict[int, list[Change]] = field(default_factory=dict)
 
@@ -78,8 +84,11 @@ class Adapters:
     def _fill(self, row: int, key: bytes) -> None:
         if key not in self._prepared:
             raise ValueError(f"adapter {key.hex()} goes to row {row}, but it is not prepared")
-        self._placed[row] = self._prepared[key]
-        for change in self._placed[row]:
+        self._put(row, self._prepared[key])
+
+    def _put(self, row: int, changes: list[Change]) -> None:
+        self._placed[row] = changes
+        for change in changes:
             change.put(row)
 
     def _empty(self, row: int) -> None:
@@ -90,6 +99,16 @@ class Adapters:
         """Empty all rows."""
         for row in [*self._placed]:
             self._empty(row)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[int]:
+        """A row whose adapter changes nothing, and yet is computed as others; all rows are empty before and after."""
+        assert not self._placed
+        self._put(1, self.nothing())
+        try:
+            yield 1
+        finally:
+            self._empty(1)
 
     def are_capturable(self, rows: Iterable[int]) -> bool:
         """Whether captured steps compute what is in these rows."""

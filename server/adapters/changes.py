@@ -127,6 +127,11 @@ class Changes:
     def _change(self, found: Linear, piece: Piece, module: Module, *, is_vocabulary: bool) -> None:
         parts = module.parts
         self._refuse_other_parts(module, {"down", "up", "up_bias", "magnitude", "weight", "bias", "tokens"})
+        if not piece.takes_bias and (bias := parts.get("bias") or parts.get("up_bias")):
+            raise AdapterError(
+                f"{self._files.told(bias)} is of a layer whose inputs or outputs the model multiplies, where no bias "
+                "is served: train the adapter without biases"
+            )
         read: Read = piece.read
         if "weight" in parts:
             read = self._replaced(found, piece, parts["weight"], is_vocabulary=is_vocabulary)

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +27,9 @@ import torch
 from torch import Tensor
 
 from server.adapters.config import AdapterConfig, AdapterError
-from server.adapters.identity import content_key
+from server.adapters.identity import content_key, opened
 from server.adapters.names import plain_name
+from server.checkpoint.files import HubError, checked_file
 
 WHOLE, SEVERAL = "adapter_model.safetensors", "adapter_model*.safetensors"
 PREFIX = "base_model.model."
@@ -52,7 +52,8 @@ PARTS = MappingProxyType(
         "bias": "bias",
     }
 )
-OF_BASE = "base_layer."  # before what stands for the base of a module that is changed in another way too
+OF_TRAINING = re.compile(r"\.lora_velora_\w+$")  # what VeLoRA computes gradients by
+MOST_HELD = 4  # tensors: A and B of what all experts have twice
 BAD_FILE = "fetch it again, or give another adapter"
 
 
@@ -87,7 +88,7 @@ class AdapterFiles:
         self.config = AdapterConfig.read(folder)
         self._files: list[tuple[Path, BinaryIO, os.stat_result]] = []
         self._stored: dict[str, Stored] = {}
-        self._last: tuple[str, Tensor] | None = None  # what was read whole last
+        self._held: dict[str, Tensor] = {}  # what was read whole last, for the next expert
         try:
             for path in _weights_of(folder):
                 self._add(path)
@@ -98,13 +99,13 @@ class AdapterFiles:
 
     def _add(self, path: Path) -> None:
         try:
-            file = path.open("rb")
+            file = opened(checked_file(path.parent, path.name))
+        except HubError as error:
+            raise AdapterError(str(error)) from None
         except OSError as error:
             raise AdapterError(f"{path} cannot be read ({error.strerror}): give another adapter") from None
         state = os.fstat(file.fileno())
         self._files.append((path, file, state))
-        if not stat.S_ISREG(state.st_mode):
-            raise AdapterError(f"{path} is no regular file: give another adapter")
         for name, entry in _entries(path, file, state.st_size, len(self._files) - 1):
             if name in self._stored:
                 raise AdapterError(f"tensor {name} is in {path} and in another file of the adapter: remove one of them")
@@ -154,13 +155,15 @@ class AdapterFiles:
                 f"{wanted}: it is of another model, or damaged"
             )
         first, last = rows or (0, stored.shape[0])
-        if self._last is not None and self._last[0] == name:
-            return self._last[1][first:last]
+        if name in self._held:
+            return self._held[name][first:last]
         tensor = self._bytes(name, stored, first, last)
         if not torch.isfinite(tensor).all():
             raise AdapterError(f"{self.told(name)} has NaN or infinity: {BAD_FILE}")
         if rows is None:
-            self._last = name, tensor
+            self._held[name] = tensor
+            if len(self._held) > MOST_HELD:
+                del self._held[next(iter(self._held))]
         return tensor
 
     def _bytes(self, name: str, stored: Stored, first: int, last: int) -> Tensor:
@@ -182,6 +185,8 @@ class AdapterFiles:
         """By their plain names."""
         found: dict[str, Module] = {}
         for name in self._stored:
+            if OF_TRAINING.search(name):
+                continue
             module_name, depth, part = _taken_apart(name)
             module = found.setdefault(plain_name(module_name), Module(module_name))
             if module.name != module_name:

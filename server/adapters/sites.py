@@ -201,3 +201,8 @@ class Sites:
             changes.refuse_leftovers(self.elsewhere)
             files.refuse_changed(key)
         return [Placed(layer, layer.stage(change)) for layer, change in found if change is not None]
+
+    def nothing(self) -> list[Change]:
+        """Changes of all linear layers that change nothing, and yet are computed as others."""
+        layers = [site.layer for site in self.all if isinstance(site, LinearSite)]
+        return [Placed(layer, layer.stage(LinearChange())) for layer in layers]

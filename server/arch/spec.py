@@ -403,6 +403,12 @@ class ArchSpec:
         return self.kv_heads(layer) if layer.attends and not layer.kv_from else None
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether inputs of layers are multiplied where the model multiplies what comes out, which biases tell."""
+        mlps = [mlp for layer in self.layers if isinstance(mlp := layer.mlp, Gated)]
+        return self.attended_scale != 1.0 or any(mlp.in_scale != 1.0 or mlp.out_scale != 1.0 for mlp in mlps)
+
+    @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
         return self.scale or self.head_dim**-0.5

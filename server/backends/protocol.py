@@ -313,7 +313,7 @@ class GroupedLinear(Movable, Protocol):
         """x [T, D] → activation(x @ weightᵀ + bias) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1.
 
         ends: [E] int32, ascending; the last is T. bias: [E, F]. Where the weights are gated, what comes out is
-        activation(gate) * up, and bias is [E, 2 F].
+        activation(gate) * up, or [gate | up] where there is no activation, and bias is [E, 2 F].
         """
 
 

@@ -315,6 +315,7 @@ class Piece:
     expert: int | None = None  # whose matrix it is, of `num_experts`
     num_experts: int = 0
     is_transposed: bool = False  # whether the checkpoint has it as [inputs, outputs]
+    takes_bias: bool = True  # whether what is added to the product is in the model's own measure
 
     @property
     def num_outputs(self) -> int:
@@ -377,6 +378,7 @@ class Weights:
     quantise: Quantise | None = None  # how dense weights of linear layers are stored: as they are, or by this
     quantise_head: Quantise | None = None  # likewise the head, and a table that is tied to it
     adapting: Adapting | None = None  # what is done with layers; None: no adapters are served
+    takes_biases: bool = True  # see `Piece`
 
     @classmethod
     def open(
@@ -535,6 +537,7 @@ class Weights:
             expert,
             num_experts,
             self.names.transposed,
+            self.takes_biases,
         )
 
     def all_names(self, role: str, expert: int = 0) -> tuple[str, ...]:

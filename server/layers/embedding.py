@@ -147,7 +147,7 @@ def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding | None, mak
         isinstance(weight, DenseFormat) and isinstance(table, Tensor) and weight.weight.data_ptr() == table.data_ptr()
     )
     nbytes = 0 if is_embedding else weight.nbytes
-    if weights.adapting is not None:
+    if weights.adapting is not None and not spec.unit_head:
         weight = _adapted_head(weights, weights.adapting, spec, weight)
     return Head(weight, bias, spec, weights.shard, nbytes)
 
@@ -155,6 +155,7 @@ def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding | None, mak
 def _adapted_head(weights: Weights, adapting: Adapting, spec: ArchSpec, weight: LinearFormat) -> LinearFormat:
     part, padding = vocab_share(weights.shard, spec.vocab_size)
     piece = weights.piece("head", (spec.vocab_size, spec.embed_dim or spec.hidden_size), rows=[part])
+    piece = replace(piece, takes_bias=spec.head_scale == 1.0)
     table = _table_piece(weights, spec) if spec.tied_head else None
     if table is not None:
         piece = replace(piece, read=table.read)  # the checkpoint need not have it twice

@@ -64,6 +64,7 @@ def load(
     """
     kv_placement = kv_placement or KvOnDevice()
     stage = stage or Stage.whole(spec.num_layers)
+    weights = replace(weights, takes_biases=not spec.is_scaled)
     has_table = stage.is_first or (stage.is_last and spec.tied_head)
     embedding = load_embedding(weights, spec) if has_table else None
     # Before the layers: a tied table is then held twice.

@@ -32,6 +32,8 @@ from server.stepping.engine import LEAST_SEQUENCES, Engine, StepResult
 
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)
+# Likewise in steps with adapters: few rows, some, and so many that products are rounded.
+ROWS_WITH_ADAPTERS = (8, 16, 512)
 DECODING_S = 1.0  # in which a GPU's clocks are read
 TIMED_PROMPTS = (16, 128)  # tokens of the prompts whose steps are timed
 
@@ -308,10 +310,20 @@ def _compile_kernels(engine: Engine, most: int) -> None:
     What is not captured compiles them at its first use, for seconds, in which a step would count as hung.
     """
     for length in (length for length in ROWS_OF_KERNELS if length <= most):
-        request = ProfileRun([length], engine.has_encoder).request(top_n_tokens=0)
-        request.add[0].prompt_logprobs = False
-        _step(engine, request)
-        engine.launch(pb.StepRequest(retire=[0]))
+        _compute_prompt(engine, length)
+    if engine.adapters is not None:
+        with engine.adapters.rehearsing() as row:
+            for length in (length for length in ROWS_WITH_ADAPTERS if length <= most):
+                _compute_prompt(engine, length, row)
+
+
+def _compute_prompt(engine: Engine, length: int, adapter: int = 0) -> None:
+    """Compute a prompt, and forget it. adapter: its row."""
+    request = ProfileRun([length], engine.has_encoder).request(top_n_tokens=0)
+    request.add[0].prompt_logprobs = False
+    request.add[0].adapter = adapter
+    _step(engine, request)
+    engine.launch(pb.StepRequest(retire=[0]))
 
 
 def _prompt_times(engine: Engine, most: int) -> PromptTimes:

@@ -22,16 +22,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tests.formats.peft_cases import CASES, GENERATED, PROMPT
 from tests.server import published
 from tests.server.tiny import save_tiny
 
-PROMPT = [int(i) for i in torch.randint(4, 100, (24,), generator=torch.Generator().manual_seed(1))]
-GENERATED = [5, 17, 40, 41]  # of what has an encoder
-CASES = (
-    *("bloom", "opt", "gpt2", "gpt_neox", "falcon-7b", "llama", "llama-biased-tied", "mistral", "mixtral", "qwen2"),
-    *("qwen3", "qwen3_moe", "gemma", "gemma3_text", "phi3", "starcoder2", "mpt", "t5", "t5-gated", "mt5", "gpt_oss"),
-    *("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3"),
-)
 WITH_MORE_NORMS = ("qwen3_next", "granitemoehybrid", "falcon_h1", "nemotron_h", "deepseek_v3")  # than are served
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "experts.up_proj")
 OF_MAMBA = ["conv1d", "out_proj"]  # modules which PEFT refuses, as their weights are read past them
@@ -70,14 +64,14 @@ def options_of(model: nn.Module) -> Options:
     first, second, *_ = leaves
     has_experts = any(name.endswith(EXPERTS) for name, _ in model.named_parameters())
     layer = next(int(part) for part in leaves[first].split(".") if part.isdigit())
-    norms = [
-        name if model.config.model_type in WITH_MORE_NORMS else name.rpartition(".")[2]
-        for name, m in model.named_modules()
-        if is_norm(m)
-    ]
+    norms = [name for name, m in model.named_modules() if is_norm(m)]
     some = [first, second]
     most = some if has_experts else [*leaves]  # of mixtures, PEFT takes `gate_proj` and its kin for the experts'
-    whole = [head, ".".join(leaves[second].split(".")[-2:]), *norms[-1:]]
+    whole = [
+        head,
+        ".".join(leaves[second].split(".")[-2:]),
+        norms[-1] if model.config.model_type in WITH_MORE_NORMS else norms[-1].rpartition(".")[2],
+    ]
     options: Options = {
         "plain": {},
         "patterns": {

@@ -21,6 +21,7 @@ import pytest
 from router.config import RouterConfig
 from router.shards.client import CHANNEL_OPTIONS
 from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
+from tests.adapter_folders import adapter_folder
 from tests.router.doubles import byte_tokenizer
 from tests.router.fake_shards import FakeShardedClient
 from tests.router.shards.test_client import StubShard
@@ -82,10 +83,12 @@ async def router(folder: Path, **fields: Any) -> AsyncIterator[Process]:
 
 
 @asynccontextmanager
-async def shard(folder: Path, step_delay_s: float = 0.0) -> AsyncIterator[tuple[grpc.aio.Server, FakeShardedClient]]:
+async def shard(
+    folder: Path, step_delay_s: float = 0.0, **fields: Any
+) -> AsyncIterator[tuple[grpc.aio.Server, FakeShardedClient]]:
     """A rank on its socket, and its arithmetic, whose steps the test may slow down."""
     stub = StubShard(0, {})
-    stub.fake = FakeShardedClient(step_delay_s=step_delay_s)
+    stub.fake = FakeShardedClient(step_delay_s=step_delay_s, adapter_rows=3, **fields)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     add_ShardServicer_to_server(stub, server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(f"unix://{folder / 'rank-0'}")
@@ -184,3 +187,24 @@ async def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path, fields: d
         assert await it.exit_status() == 1
     [critical] = [record for record in it.records if record["level"] == "CRITICAL"]
     assert sentence in critical["message"]
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+async def test_a_named_adapter_that_cannot_be_served_ends_the_first_start_and_no_later_one(
+    tmp_path: Path, is_warm: bool
+) -> None:
+    folders = {name: str(adapter_folder(tmp_path / name, name)) for name in ("whole", "broken")}
+    named = {"adapters": tuple(folders.items()), "is_warm": is_warm}
+    problems = {"adapter_problems": {folders["broken"]: "its weights are NaN"}}
+    async with shard(tmp_path, **problems), router(tmp_path, **named) as it:
+        if not is_warm:
+            assert 1 == await it.exit_status()
+            [critical] = [record for record in it.records if record["level"] == "CRITICAL"]
+            assert "adapter broken: its weights are NaN" in critical["message"]
+            return
+        await it.record(event="ready")
+        async with client(it) as http:
+            asked = [body(3) | {"parameters": {"adapter_id": name, "max_new_tokens": 3}} for name in folders]
+            whole, broken = [await http.post("/generate", json=one) for one in asked]
+        assert (200, 422) == (whole.status_code, broken.status_code)
+        assert "the adapter broken cannot be served: its weights are NaN" in broken.json()["error"]

@@ -147,7 +147,7 @@ def load_engine(
         served = Served(model, weights, backend, dtype, KV_FORMATS[kv_cache])
         model, proposer = drafting.beside(config, served)
     watermark = Watermark(gamma=0.5, delta=2.0)
-    kept = None if sites is None else Adapters(adapters, 1 << 30, sites.read)
+    kept = None if sites is None else Adapters(adapters, 1 << 30, sites.read, sites.nothing)
     engine = Engine(
         *(model, shard, backend, dtype, watermark, why_not), neighbours=neighbours, proposer=proposer, adapters=kept
     )

@@ -1,113 +1,79 @@
-"""A whole server whose adapters come, change and go: each name gives what its files hold, and never the model's own."""
+"""A whole server with more adapters than rows and memory, whose shards and router are killed: the null model's words.
+
+With real models and many more requests: `python -m tests.system.adapters`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Iterator
+import random
+import signal
 from pathlib import Path
-from typing import Any
 
 import httpx2
-import pytest
 
 from server.adapters.identity import content_key
-from tests.running import ROOT, Server
-from tests.server.adapters.made import make
+from server.null import word
+from tests.adapter_folders import adapter_folder, weights
+from tests.running import Server, body, tokens_of
 
-DEMO = ROOT / "server" / "demo"
-NAMES = ("alice", "bob", "other")
-KEYS = {"keys": [{"name": "user", "key": "user", "adapters": ["alice", "bob", "late", ""]}]}
-KEYS["keys"].append({"name": "boss", "key": "boss", "admin": True})
-
-
-class Site:
-    """A server, and the folder that adapters come from."""
-
-    def __init__(self, url: str, home: Path) -> None:
-        self.home = home
-        self._url = url
-
-    def ask(self, path: str, body: Any, key: str = "user") -> httpx2.Response:
-        return httpx2.post(f"{self._url}{path}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=120)
-
-    def text(self, name: str | None) -> str:
-        """What is generated under a name; None: under none."""
-        named = {} if name is None else {"model": name}
-        answer = self.ask("/v1/completions", {"prompt": "Once", "temperature": 0, "max_tokens": 12, **named}, "boss")
-        assert 200 == answer.status_code, answer.text
-        return str(answer.json()["choices"][0]["text"])
+NUM_ADAPTERS = 12
+FLAGS = ("--model-id", "null", "--num-shard", "2", "--null-step-ms", "3", "--null-token-us", "20")
+# Files of 400 kB: two rows are filled, and the third of these three never is.
+ROOM = ("--max-adapters", "3", "--adapter-memory", "0.001")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("adapters")
-    home = folder / "home"
-    home.mkdir()
-    for seed, name in enumerate(NAMES):
-        make(DEMO, folder / name, rank=4 * (1 + seed), seed=seed, size=0.5)
-    (keys := folder / "keys.json").touch(mode=0o600)
-    keys.write_text(json.dumps(KEYS))
-    (folder / "bob").rename(home / "bob")
-    flags = ("--lora-adapters", f"alice={folder / 'alice'}", "--adapter-dir", str(home), "--dtype", "float32")
-    with Server(*flags, "--api-keys-file", str(keys), "--max-adapters", "2") as server:
-        yield Site(server.url, home)
+def make(folder: Path, content: str) -> tuple[Path, bytes]:
+    path = adapter_folder(folder / content, content)
+    (path / "adapter_model.safetensors").write_bytes(weights(content, 400_000))
+    return path, content_key(path)
 
 
-def test_each_name_has_its_own_text_and_unknown_ones_have_none(site: Site) -> None:
-    texts = {name: site.text(name) for name in (None, "alice", "bob")}
-    assert 3 == len(set(texts.values())), texts
-    assert texts[None] == site.text("tgi") == site.text("server/demo")
-    for path, body in (
-        ("/generate", {"inputs": "Once", "parameters": {"adapter_id": "carol"}}),
-        ("/v1/completions", {"prompt": "Once", "model": "../alice"}),
-    ):
-        answer = site.ask(path, body)
-        assert 404 == answer.status_code and "there is server/demo, alice, bob" in answer.text
-    named = {"inputs": "Once", "parameters": {"adapter_id": "bob", "max_new_tokens": 12}}
-    answer = site.ask("/generate", named)
-    assert texts["bob"] == answer.json()["generated_text"]
-    assert f"bob={content_key(site.home / 'bob').hex()}" == answer.headers["x-lockstep-adapter"]
+async def ask(http: httpx2.AsyncClient, name: str | None, tokens: int) -> list[int]:
+    """The tokens of an answer, which a router that was killed may have to give again."""
+    own = {} if name is None else {"adapter_id": name}
+    asked = body(f"Once upon a time {tokens}", max_new_tokens=tokens, details=True, **own)
+    while True:
+        try:
+            answer = await http.post("/generate", json=asked)
+        except httpx2.TransportError:
+            await asyncio.sleep(0.2)
+            continue
+        if answer.status_code != 503:
+            assert 200 == answer.status_code, answer.text
+            return tokens_of(json.loads(answer.content))
+        await asyncio.sleep(0.2)
 
 
-def test_a_folder_that_changes_is_another_adapter(site: Site) -> None:
-    before, first = site.text("bob"), content_key(site.home / "bob")
-    new = site.home / "new"
-    make(DEMO, new, rank=4, seed=77, size=0.5)
-    (site.home / "bob").rename(site.home / ".old")
-    new.rename(site.home / "bob")
-    body = {"inputs": "Once", "parameters": {"adapter_id": "bob", "max_new_tokens": 12}}
-    while (answer := site.ask("/generate", body)).headers["x-lockstep-adapter"].endswith(first.hex()):
-        assert before == answer.json()["generated_text"]  # which are looked at once a second
-    after = str(answer.json()["generated_text"])
-    assert before != after == site.text("bob")
+async def ask_all(server: Server, keys: dict[str, bytes], count: int) -> None:
+    """Many at once, while a shard dies, and then the router: each answer is its adapter's."""
+    chance = random.Random(5)
+    asked = [(chance.choice([None, *keys]), chance.randrange(20, 60)) for _ in range(count)]
+    async with httpx2.AsyncClient(base_url=server.url, timeout=120) as http:
+        asking = [asyncio.create_task(ask(http, name, tokens)) for name, tokens in asked]
+        for victim in (server.shards, server.router):
+            await asyncio.sleep(0.5)
+            found = await asyncio.to_thread(victim)
+            os.kill(found if isinstance(found, int) else chance.choice(found), signal.SIGKILL)
+        got = await asyncio.gather(*asking)
+        asked += (last := [(name, 20) for name in keys])
+        got += [await ask(http, *one) for one in last]
+    for (name, tokens), answer in zip(asked, got, strict=True):
+        key = b"" if name is None else keys[name]
+        assert [word(place, key) for place in range(tokens)] == answer, name
 
 
-def test_adapters_are_loaded_and_unloaded_by_administrators(site: Site) -> None:
-    make(DEMO, site.home / "deep", rank=4, seed=5, size=0.5)
-    load = {"lora_name": "late", "lora_path": "deep"}
-    assert 403 == site.ask("/v1/load_lora_adapter", load).status_code
-    assert 404 == site.ask("/v1/completions", {"prompt": "Once", "model": "late"}).status_code
-    assert 200 == site.ask("/v1/load_lora_adapter", load, "boss").status_code
-    text = site.text("late")
-    assert text not in {site.text(name) for name in (None, "alice", "bob")}
-    outside = {"lora_name": "stolen", "lora_path": str(site.home.parent / "other")}
-    refused = site.ask("/v1/load_lora_adapter", outside, "boss")
-    assert 400 == refused.status_code and "in that of --adapter-dir" in refused.text
-    broken = site.home / "broken"
-    make(DEMO, broken, rank=4, seed=6)
-    with (broken / "adapter_model.safetensors").open("r+b") as file:
-        os.truncate(file.fileno(), 1000)
-    refused = site.ask("/v1/load_lora_adapter", {"lora_name": "broken", "lora_path": "broken"}, "boss")
-    assert 400 == refused.status_code and "the adapter broken cannot be served" in refused.text
-    assert 200 == site.ask("/v1/unload_lora_adapter", {"lora_name": "late"}, "boss").status_code
-    assert 404 == site.ask("/v1/completions", {"prompt": "Once", "model": "late"}).status_code
-    assert 3 == len({site.text(name) for name in (None, "alice", "bob")})
-
-
-def test_a_key_gets_its_own_adapters_alone(site: Site) -> None:
-    make(DEMO, site.home / "secret", rank=4, seed=9)
-    assert 200 == site.ask("/generate", {"inputs": "a", "parameters": {"adapter_id": "secret"}}, "boss").status_code
-    refused = site.ask("/generate", {"inputs": "a", "parameters": {"adapter_id": "secret"}})
-    assert 404 == refused.status_code and "there is server/demo, alice" in refused.text
-    assert "secret" not in refused.json()["error"].partition("there is")[2]
+def test_each_answer_is_its_adapter_s_whatever_dies(tmp_path: Path) -> None:
+    made = {f"adapter-{number}": make(tmp_path, f"content-{number}") for number in range(NUM_ADAPTERS)}
+    named = ",".join(f"{name}={path}" for name, (path, _) in made.items())
+    with Server(*FLAGS, *ROOM, "--lora-adapters", named) as server:
+        asyncio.run(ask_all(server, {name: key for name, (_, key) in made.items()}, 100))
+        metrics = server.metrics()
+        assert 0 == metrics["tgi_adapter_waiting_requests"] == metrics["tgi_adapter_refusals"]
+        assert metrics["tgi_adapter_rows_used"] <= 2 and metrics["tgi_adapter_evictions"] >= NUM_ADAPTERS - 4
+        server.stop()
+        code, output = server.wait()
+    assert 0 == code, output
+    assert "12 named" in output and "1 MB per shard, 3 at once" in output

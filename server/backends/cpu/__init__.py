@@ -18,7 +18,7 @@ from host import cpu_kinds
 from host.cpu_kinds import Kind
 from server.arch.spec import ArchSpec
 from server.backends.cpu import build
-from server.backends.cpu.adapters import PanelAdapted
+from server.backends.cpu.adapters import PanelAdapted, PanelAdaptedExperts, StackedAdapted
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
@@ -53,8 +53,7 @@ from server.backends.protocol import (
     TokenAdapters,
 )
 from server.backends.reference import ReferenceBackend
-from server.backends.reference.adapters import OneByOne
-from server.backends.reference.linear import LoopedExperts
+from server.backends.reference.linear import LoopedExperts, StackedLinear
 from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
 from server.quantisation.stored import QuantisedWeight, Stored
 
@@ -107,13 +106,17 @@ class CpuBackend(ReferenceBackend):
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         if isinstance(layer, PanelFormat):
             return PanelAdapted(self._kernels, self._pool, layer, num_rows, tokens)
+        if isinstance(layer, StackedLinear) and all(isinstance(part, PanelFormat) for part in layer.parts):
+            heights = [part.outputs for part in layer.parts if isinstance(part, PanelFormat)]
+            parts = [self.adapted(part, num_rows, tokens, is_gated=False) for part in layer.parts]
+            return StackedAdapted(parts, heights, is_gated=is_gated)
         return super().adapted(layer, num_rows, tokens, is_gated=is_gated)
 
     def adapted_experts(
         self, layer: GroupedLinear, num_rows: int, tokens: TokenAdapters, *, is_gated: bool
     ) -> AdaptedExperts:
         if isinstance(layer, KernelExperts):
-            return OneByOne(layer, tokens, lambda one, of: self.adapted(one, num_rows, of, is_gated=is_gated))
+            return PanelAdaptedExperts(self._kernels, self._pool, layer, num_rows, tokens)
         return super().adapted_experts(layer, num_rows, tokens, is_gated=is_gated)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:

@@ -64,16 +64,12 @@ void fill_half(const Part<E>& part, const Rows& rows, const Span& span, Word* up
 
 // Fill a change's `down` and `up`, which are zeros, from its parts.
 template <class E>
-void fill(const Panels* panels, long inputs, const Part<E>* parts, long count, const Change* change, int threads) {
-    Word* const up = const_cast<Word*>(change->up);
+void fill(const Panels* panels, long inputs, const Part<E>* parts, long count, const Change* change) {
     for (const Part<E>* part = parts; part < parts + count; part++)
-        if (part->down) fill_down(*part, inputs, static_cast<E*>(const_cast<void*>(change->down)));
-    on_threads(threads, 2 * panels->num_panels(), 32, [&](Queue& queue) {
-        for (long half, stop; queue.take(half, stop);)
-            for (; half < stop; half++)
-                for (const Part<E>* part = parts; part < parts + count; part++)
-                    fill_half(*part, Rows(*panels, half), change->spans[half], up);
-    });
+        if (part->down) fill_down(*part, inputs, reinterpret_cast<E*>(const_cast<Word*>(change->down)));
+    for (long half = 0; half < 2 * panels->num_panels(); half++)
+        for (const Part<E>* part = parts; part < parts + count; part++)
+            fill_half(*part, Rows(*panels, half), change->spans[half], const_cast<Word*>(change->up));
 }
 
 }  // namespace

@@ -16,15 +16,16 @@
 #include "threads.h"
 
 // Ranks that are multiplied with an input at once, and bytes of a rank that lie together.
-constexpr int GROUP = 4;
+constexpr int GROUP = 8;
 constexpr long LINE = 64;
 // Outputs that have ranks of their own: of a gated layer's panel 16 belong to the gate, and 16 to the other half.
 constexpr int HALF = PANEL / 2, HALF_VECTORS = HALF / LANES;
-// Tokens that are shrunk with a group while this stays in the L1 cache, and of these the ones whose sums are in registers at
+// Tokens that are shrunk with a group while it stays in the L1 cache, and of these the ones whose sums are in registers at
 // once; and those that are expanded at once.
-constexpr int TOGETHER = 12, SHRUNK_ROWS = REGISTERS / 8, EXPANDED_ROWS = 4;
+constexpr int TOGETHER = 12, SHRUNK_ROWS = ACCUMULATORS / GROUP;
+constexpr int EXPANDED_ROWS = REGISTERS == 16 ? 2 : 24 / VECTORS < 4 ? 24 / VECTORS : 4;
 
-constexpr int AHEAD_LINES = 4;
+constexpr int LINE_WORDS = LINE / 4;
 template <class E>
 constexpr int LINE_ELEMENTS = LINE / sizeof(E);
 
@@ -37,7 +38,7 @@ struct Span {
 // What one adapter makes of a linear layer. Its ranks are those of `down`, zeros behind them up to a multiple of GROUP, and
 // then the inputs, filled up to a multiple of GROUP, as often as there are copies.
 struct Change {
-    const void* down;  // [ranks / GROUP][line of the inputs][GROUP] lines of 64 bytes
+    const Word* down;  // [ranks / GROUP][line of the inputs][GROUP] lines of 64 bytes
     long ranks, copies;
     const float* scales;  // [ranks + copies]
     const Span* spans;    // [panel][2]; null: there is no change
@@ -58,6 +59,19 @@ struct Table {
     }
 };
 
+// The same of a layer of each expert, of tokens that are sorted by expert and asked for in their order.
+struct ExpertTable {
+    const Change* changes;  // [experts][num_rows]
+    long num_rows;
+    const int64_t* rows;
+    const int32_t* ends;  // behind the last token of each expert
+    long expert = 0;
+    const Change* of(long token) {
+        while (token >= ends[expert]) expert++;
+        return Table{changes + expert * num_rows, rows}.of(token);
+    }
+};
+
 // What tokens are adapted with, which each has of its own.
 struct Adapted {
     const Change* const* changes = nullptr;  // [T], null where a token has none; or null: no token has one
@@ -67,35 +81,44 @@ struct Adapted {
 
 // ------------------------------------------------------------------------------------------------------------- shrinking
 
-// Add the products of M tokens' inputs, from `at` on, with a vector of each rank of a group.
-template <class E, int M, class Inputs>
-INLINE void add_products(Floats (&sums)[M][GROUP], const E* down, const Inputs& inputs) {
-    Floats left[M];
+// Add the products of a line of M tokens' inputs, which begin at `x`, with a group of ranks.
+template <class E, int M, class Input>
+INLINE void add_line(Floats (&sums)[M][GROUP], const Word* down, const Input (&x)[M]) {
 #pragma GCC unroll 4
-    for (int m = 0; m < M; m++) left[m] = inputs(m);
+    for (int v = 0; v < LINE_WORDS; v += LANES) {
+        Words left[M];
 #pragma GCC unroll 4
-    for (int j = 0; j < GROUP; j++) {
-        const Floats right = load(down + j * LINE_ELEMENTS<E>);
+        for (int m = 0; m < M; m++) left[m] = load_words(x[m] + v * PER_WORD<E>);
+#pragma GCC unroll 8
+        for (int j = 0; j < GROUP; j++) {
+            const Words right = load(down + j * LINE_WORDS + v);
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) sums[m][j] = fused(left[m], right, sums[m][j]);
+            for (int m = 0; m < M; m++) sums[m][j] = dot_lanes<E>(sums[m][j], left[m], right);
+        }
     }
 }
 
 // The products of M tokens with a group of ranks.
 template <class E, int M>
-void shrink_tile(const E* down, const E* const* x, long inputs, const float* scales, float* const* out, long place) {
+void shrink_tile(const Word* down, const E* const* from, long inputs, const float* scales, float* const* out, long place) {
     constexpr int ELEMENTS = LINE_ELEMENTS<E>;
     Floats sums[M][GROUP] = {};
-    long i = 0;
-    for (; i + ELEMENTS <= inputs; i += ELEMENTS, down += GROUP * ELEMENTS) {
+    const E* x[M];
+    for (int m = 0; m < M; m++) x[m] = from[m];
+    const long rest = inputs % ELEMENTS;
+    for (const Word* const stop = down + inputs / ELEMENTS * GROUP * LINE_WORDS; down < stop; down += GROUP * LINE_WORDS) {
+        add_line<E>(sums, down, x);
 #pragma GCC unroll 4
-        for (int j = 0; j < GROUP; j++) __builtin_prefetch(down + (AHEAD_LINES * GROUP + j) * ELEMENTS);
-#pragma GCC unroll 8
-        for (int v = 0; v < ELEMENTS; v += LANES) add_products(sums, down + v, [&](int m) { return load(x[m] + i + v); });
+        for (int m = 0; m < M; m++) x[m] += ELEMENTS;
     }
-    for (int v = 0; i + v < inputs; v += LANES)
-        add_products(sums, down + v, [&](int m) { return load_part(x[m] + i + v, inputs - i - v); });
+    if (rest) {
+        E last[M][ELEMENTS] = {};
+        for (int m = 0; m < M; m++) memcpy(last[m], x[m], size_t(rest) * sizeof(E));
+        add_line<E>(sums, down, last);
+    }
+#pragma GCC unroll 4
     for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
         for (int j = 0; j < GROUP; j++) out[m][place + j] = scales[place + j] * sum(sums[m][j]);
 }
 
@@ -127,7 +150,7 @@ template <class E>
 void shrink_block(const Block& block, long unit, const E* x, long inputs, float* const* shrunk) {
     const Change& change = *block.change;
     const long copy = unit - change.ranks / GROUP, lines = (inputs + LINE_ELEMENTS<E> - 1) / LINE_ELEMENTS<E>;
-    const E* const down = static_cast<const E*>(change.down) + unit * lines * GROUP * LINE_ELEMENTS<E>;
+    const Word* const down = change.down + unit * lines * GROUP * LINE_WORDS;
     for (int i = 0, rows; i < block.count; i += rows) {
         rows = copy < 0 ? int(min(block.count - i, SHRUNK_ROWS)) : 1;
         const E* from[SHRUNK_ROWS];
@@ -170,7 +193,7 @@ INLINE long arrange(Run* runs, long count, int32_t* tokens, Block* blocks) {
 
 // Shrinks the inputs x [T, D] of tokens, for the calling thread's next product alone: the memory is used again.
 template <class E, class Table>
-Adapted shrink(const Table& table, const E* x, long tokens, long inputs, int threads) {
+Adapted shrink(Table table, const E* x, long tokens, long inputs, int threads) {
     static thread_local Workspace changes_memory, runs_memory, floats_memory, places_memory, order_memory, blocks_memory;
     if (!table.changes) return {};
     const Change** const changes = changes_memory.take<const Change*>(tokens);
@@ -205,50 +228,59 @@ Adapted shrink(const Table& table, const E* x, long tokens, long inputs, int thr
 
 // ------------------------------------------------------------------------------------------------------------- expanding
 
-// The sums of M tokens that have one change, with half a panel: of all halves it is number `half`.
-template <class E, int M>
-void expand_half(const Change& change, long half, float* const* shrunk, float* sums) {
+// The sums of M tokens that have one change, with one half of a panel, or both where they have the same ranks. Of all halves
+// the first is number `half`.
+template <class E, int M, int HALVES>
+INLINE void expand_halves(const Change& change, long half, float* const* shrunk, float* sums) {
+    constexpr int NV = HALVES * HALF_VECTORS;
     const Span span = change.spans[half];
-    Floats y[M][HALF_VECTORS];
+    Floats y[M][NV];
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int v = 0; v < HALF_VECTORS; v++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) {
             y[m][v] = load(sums + m * PANEL + v * LANES);
             if (change.gain) y[m][v] *= load(change.gain + half * HALF + v * LANES);
+            renew(y[m][v]);  // or else products are rounded in one kernel, and not in another
         }
     const Word* up = change.up + span.at;
+    const long other = span.words * HALF;  // words from a half to the next
     for (long k = span.first, stop = k + span.words * PER_WORD<E>; k < stop; up += HALF) {
-        Words right[HALF_VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < HALF_VECTORS; v++) right[v] = load(up + v * LANES);
+        Words right[NV];
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) right[v] = load(up + v / HALF_VECTORS * other + v % HALF_VECTORS * LANES);
 #pragma GCC unroll 2
         for (int part = 0; part < PARTS<E, float>; part++, k++) {
-            Words parts[HALF_VECTORS];
+            Word left[M];
+            for (int m = 0; m < M; m++) memcpy(left + m, shrunk[m] + k, sizeof(Word));
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++)
 #pragma GCC unroll 4
-            for (int v = 0; v < HALF_VECTORS; v++) parts[v] = part_of<E, float>(right[v], part);
-#pragma GCC unroll 4
-            for (int m = 0; m < M; m++) {
-                Word left;
-                memcpy(&left, shrunk[m] + k, sizeof left);
-#pragma GCC unroll 4
-                for (int v = 0; v < HALF_VECTORS; v++) y[m][v] = dot<float>(y[m][v], left, parts[v]);
-            }
+                for (int m = 0; m < M; m++) y[m][v] = dot<float>(y[m][v], left[m], part_of<E, float>(right[v], part));
         }
     }
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-        for (int v = 0; v < HALF_VECTORS; v++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) {
             if (change.bias) y[m][v] += load(change.bias + half * HALF + v * LANES);
             store(sums + m * PANEL + v * LANES, y[m][v]);
         }
 }
 
-// expand_half<E, rows>, for 1 … EXPANDED_ROWS rows.
+template <class E, int M>
+void expand_panel(const Change& change, long panel, float* const* shrunk, float* sums) {
+    const Span *const spans = change.spans + panel * 2;
+    if (spans[0].first == spans[1].first && spans[0].words == spans[1].words)
+        return expand_halves<E, M, 2>(change, panel * 2, shrunk, sums);
+    expand_halves<E, M, 1>(change, panel * 2, shrunk, sums);
+    expand_halves<E, M, 1>(change, panel * 2 + 1, shrunk, sums + HALF);
+}
+
+// expand_panel<E, rows>, for 1 … EXPANDED_ROWS rows.
 template <class E, int... M>
-INLINE auto expand_half_of(long rows, std::integer_sequence<int, M...>) {
-    static constexpr decltype(&expand_half<E, 1>) functions[] = {expand_half<E, M + 1>...};
+INLINE auto expand_panel_of(long rows, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&expand_panel<E, 1>) functions[] = {expand_panel<E, M + 1>...};
     return functions[rows - 1];
 }
 
@@ -261,8 +293,7 @@ void adapt_tile(const Adapted& adapted, long panel, long first, long rows, float
         const Change* const change = changes[row];
         for (count = 1; count < EXPANDED_ROWS && row + count < rows && changes[row + count] == change;) count++;
         if (!change) continue;
-        const auto expand = expand_half_of<E>(count, std::make_integer_sequence<int, EXPANDED_ROWS>());
-        for (int half = 0; half < 2; half++)
-            expand(*change, panel * 2 + half, adapted.shrunk + first + row, sums + row * PANEL + half * HALF);
+        const auto expand = expand_panel_of<E>(count, std::make_integer_sequence<int, EXPANDED_ROWS>());
+        expand(*change, panel, adapted.shrunk + first + row, sums + row * PANEL);
     }
 }

@@ -636,18 +636,20 @@ void linear(
 }
 
 // x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; biases: [experts, rows of the
-// weight] or null; out: [T, F].
+// weight] or null; out: [T, F]. changes: [experts][num_rows], as of `linear`, or null; rows: [T].
 template <class E>
 void grouped(
     const CodeWeight* const* experts, long count, const int32_t* ends, const E* x, const E* biases, E* out, int activation,
-    int threads
+    const Change* changes, long num_rows, const int64_t* rows, int threads
 ) {
+    const Adapted adapted = shrink(ExpertTable{changes, num_rows, rows, ends}, x, ends[count - 1], experts[0]->inputs, threads);
     const auto layer_of = [=](long expert) {
         const CodeWeight& weight = *experts[expert];
         const long first = expert ? ends[expert - 1] : 0;
         const E* const bias = biases ? biases + expert * weight.outputs * (1 + weight.is_gated) : nullptr;
         return Layer<E, E>{
-            weight, x + first * weight.inputs, ends[expert] - first, nullptr, bias, nullptr, out + first * weight.outputs, activation, {},
+            weight, x + first * weight.inputs, ends[expert] - first, nullptr, bias, nullptr, out + first * weight.outputs, activation,
+            adapted.from(first),
         };
     };
     const auto units = [=](long expert) {

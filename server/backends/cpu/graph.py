@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -37,11 +39,13 @@ class CaptureError(RuntimeError):
 
 
 class Pool:
-    """Memory for tensors of graphs: first fit, given back when the last view of a tensor is gone."""
+    """Memory for tensors, of graphs say: first fit; given back when the last view of one is gone, on any thread."""
 
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
         self._free: list[tuple[int, int]] = []  # addresses and lengths, in order
+        self._returned: deque[tuple[int, int]] = deque()  # what is not among these yet
+        self._lock = Lock()
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A contiguous tensor, not initialised."""
@@ -55,16 +59,29 @@ class Pool:
         return torch.frombuffer(piece, dtype=dtype).view(shape)
 
     def _take(self, size: int) -> int:
-        index = next((i for i, (_, length) in enumerate(self._free) if length >= size), None)
-        if index is None:
-            self._slabs.append(map_pages(max(size, SLAB_BYTES)))
-            self._give_back(self._slabs[-1].data_ptr(), len(self._slabs[-1]))
-            return self._take(size)
-        address, length = self._free[index]
-        self._free[index : index + 1] = [(address + size, length - size)] if length > size else []
-        return address
+        with self._lock:
+            self._join_returned()
+            index = next((i for i, (_, length) in enumerate(self._free) if length >= size), None)
+            if index is None:
+                self._slabs.append(map_pages(max(size, SLAB_BYTES)))
+                self._join(self._slabs[-1].data_ptr(), len(self._slabs[-1]))
+                index = next(i for i, (_, length) in enumerate(self._free) if length >= size)
+            address, length = self._free[index]
+            self._free[index : index + 1] = [(address + size, length - size)] if length > size else []
+            return address
 
     def _give_back(self, address: int, size: int) -> None:
+        """Wherever the last view is dropped, be it within `_take`."""
+        self._returned.append((address, size))
+        if self._lock.acquire(blocking=False):
+            self._join_returned()
+            self._lock.release()
+
+    def _join_returned(self) -> None:
+        while self._returned:
+            self._join(*self._returned.popleft())
+
+    def _join(self, address: int, size: int) -> None:
         joined: list[tuple[int, int]] = []
         for piece in sorted([*self._free, (address, size)]):
             if joined and sum(joined[-1]) == piece[0]:

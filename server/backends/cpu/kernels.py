@@ -82,7 +82,7 @@ class Kernels:
             torch.float32: self.linear[torch.float32],
             torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppipppi"),
         }
-        self.grouped = self._by_dtype("grouped", "plppppii")
+        self.grouped = self._by_dtype("grouped", "plppppiplpi")
         self.pack_levels = self._function("pack_levels", "ppppi")
         self.unpack_levels = self._by_dtype("unpack_levels", "pplpi")
         self.pack_codes = self._function("pack_codes", "ppi")
@@ -94,9 +94,7 @@ class Kernels:
             torch.float32: self.linear_codes[torch.float32],
             torch.bfloat16: self._function("linear_codes_bf16_to_f32", "pplppppipppi"),
         }
-        self.grouped_codes = self._by_dtype("grouped_codes", "plppppii")
-        self.lay_out_change = self._by_dtype("lay_out_change", "pplpp")
-        self.fill_change = self._by_dtype("fill_change", "plplpi")
+        self.grouped_codes = self._by_dtype("grouped_codes", "plppppiplpi")
         self.choose_experts = self._function("choose_experts", "pliiippi")
         self.choose_experts_by_sigmoid = self._function("choose_experts_by_sigmoid", "pplppi")
         self.sort_pairs = self._function("sort_pairs", "pliippp")
@@ -112,7 +110,10 @@ class Kernels:
         self.short_conv = self._by_dtype("short_conv", "ppplppppli")
         self.summarise = self._function("summarise_logits", "pllllpppi")
         self.race = self._function("race_logits", "pllllppppi")
+        # What no recorder is told of: it may be called beside what is recorded, by another thread.
         self.replay: Function = library.function("replay_calls", "pl")
+        self.lay_out_change = {d: library.function(f"lay_out_change_{s}", "pplpp") for d, s in SUFFIXES.items()}
+        self.fill_change = {d: library.function(f"fill_change_{s}", "plplp") for d, s in SUFFIXES.items()}
         self._peaks = {kind: library.function(f"peak_{suffix}", "lpi") for kind, suffix in PEAKS.items()}
 
     def instructions(self, dtype: torch.dtype) -> str:

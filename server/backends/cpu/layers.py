@@ -45,6 +45,14 @@ class Changes(NamedTuple):
     rows: Tensor  # [T] int64, contiguous: the row of each token's adapter, 0 where it has none
 
 
+class ExpertChanges(NamedTuple):
+    """The same of the product of each expert with its tokens."""
+
+    table: int  # [experts][num_rows]
+    num_rows: int
+    rows: Tensor
+
+
 class PanelFormat:
     """A weight [F, D] that only the kernels can read; the original is not kept.
 
@@ -278,8 +286,14 @@ class KernelExperts:
             expert.moved()
 
     def __call__(
-        self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
+        self,
+        x: Tensor,
+        ends: Tensor,
+        activation: Activation | None = None,
+        bias: Tensor | None = None,
+        changes: ExpertChanges | None = None,
     ) -> Tensor:
+        """See `GroupedLinear`."""
         x = x if x.is_contiguous() else x.contiguous()
         out = x.new_empty(x.shape[0], self._outputs)
         self.experts[0].grouped(
@@ -290,6 +304,7 @@ class KernelExperts:
             address_of(bias),
             out.data_ptr(),
             ACTIVATIONS[activation],
+            *((None, 0, None) if changes is None else (changes.table, changes.num_rows, changes.rows.data_ptr())),
             torch.get_num_threads(),
         )
         return out

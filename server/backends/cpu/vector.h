@@ -33,6 +33,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 // The same where memory is read or written: at any address, whatever was stored there.
 typedef float FloatsAt __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef Word WordsAt __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef Word PairsAt __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint16_t HalvesAt __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #define INLINE inline __attribute__((always_inline))
@@ -60,6 +61,9 @@ INLINE Floats load(const float* at) { return *reinterpret_cast<const FloatsAt*>(
 INLINE Words load(const Word* at) { return *reinterpret_cast<const WordsAt*>(at); }
 INLINE void store(float* at, Floats x) { *reinterpret_cast<FloatsAt*>(at) = x; }
 INLINE void store(Word* at, Words x) { *reinterpret_cast<WordsAt*>(at) = x; }
+// Words of elements, wherever they begin.
+INLINE Words load_words(const float* at) { return (Words)load(at); }
+INLINE Words load_words(const Bf16* at) { return *reinterpret_cast<const PairsAt*>(at); }
 // The same value in all lanes.
 INLINE Floats all(float x) { return x - Floats{}; }
 INLINE Words all(Word x) { return x - Words{}; }
@@ -176,6 +180,30 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
     return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
+#endif
+}
+
+// sum + left * right in every lane, of words.
+template <class E>
+INLINE Floats dot_lanes(Floats sum, Words left, Words right);
+template <>
+INLINE Floats dot_lanes<float>(Floats sum, Words left, Words right) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"((Floats)left), "x"((Floats)right));  // as in `dot`
+    return sum;
+#else
+    return fused((Floats)left, (Floats)right, sum);
+#endif
+}
+template <>
+INLINE Floats dot_lanes<Bf16>(Floats sum, Words left, Words right) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)left, (bfloat16x8_t)right);
+#else
+    sum = dot_lanes<float>(sum, left << 16, right << 16);
+    return dot_lanes<float>(sum, left & 0xFFFF0000u, right & 0xFFFF0000u);
 #endif
 }
 

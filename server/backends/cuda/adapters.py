@@ -91,13 +91,18 @@ class CudaAdapted:
     def put(self, row: int, change: LinearChange | None) -> None:
         """See `AdaptedLinear`. Called by the thread that computes, on the stream on which it computes."""
         assert 0 < row < len(self._table), f"row {row} of {len(self._table) - 1}"
-        before, address = self._kept.pop(row, None), 0
-        if change is not None:
-            staged = change if isinstance(change, StagedChange) else self.stage(change)
-            self._kept[row] = StagedChange(memory=self._device.bring(staged.memory), ranks=staged.ranks)
-            address = self._kept[row].memory.data_ptr()
-        if change is not None or before is not None:
-            self._table[row : row + 1].copy_(self._device.upload([address]))
+        if change is None:
+            if row in self._kept:
+                self._point(row, 0)
+                del self._kept[row]
+            return
+        staged = change if isinstance(change, StagedChange) else self.stage(change)
+        brought = StagedChange(memory=self._device.bring(staged.memory), ranks=staged.ranks)
+        self._point(row, brought.memory.data_ptr())
+        self._kept[row] = brought
+
+    def _point(self, row: int, address: int) -> None:
+        self._table[row : row + 1].fill_(address)  # an argument of a kernel: nothing is copied
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None

@@ -204,6 +204,6 @@ class CudaGrouped(GroupedDense):
             self._weights.transpose(1, 2),
             Epilogue(bias, activation),
             self._products.workspace(x.device),
-            is_gated=self._gate is not None,
+            is_gated=self._gate is not None and activation is not None,
             ends=ends,
         )

@@ -268,7 +268,7 @@ class CudaGroupedQuantised:
     ) -> Tensor:
         """x [T, D] → activation(x @ weightᵀ + bias) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1."""
         taken, scale = self._inputs(x, ends)
-        is_gated = self._is_gated and len(x) < UNGATED_ROWS * len(ends)
+        is_gated = self._is_gated and activation is not None and len(x) < UNGATED_ROWS * len(ends)
         y = multiply_packed(
             taken,
             self._weights,

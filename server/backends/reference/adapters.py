@@ -350,6 +350,11 @@ class AdaptedNorm(Norm, Rows[NormChange]):
         return self._changed(self._norm(x))
 
     def add(self, x: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
+        if isinstance(summand.norm, AdaptedNorm):
+            if summand.norm._is_concerned:
+                total = summand.onto(x)
+                return total, self(total)
+            summand = replace(summand, norm=summand.norm._norm)  # which a kernel for both may want to know
         total, normed = self._norm.add(x, summand)
         return total, self._changed(normed)
 

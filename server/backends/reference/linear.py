@@ -116,32 +116,32 @@ class StackedLinear:
     """A `LinearFormat` of several weights, one below the other, that are not stored alike."""
 
     def __init__(self, parts: Sequence[LinearFormat], *, is_gated: bool):
-        self._parts = parts
-        self._is_gated = is_gated
+        self.parts = parts
+        self.is_gated = is_gated
 
     @property
     def nbytes(self) -> int:
         """Memory that all parts take."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        return [tensor for part in self._parts for tensor in part.memory]
+        return [tensor for part in self.parts for tensor in part.memory]
 
     def moved(self) -> None:
-        for part in self._parts:
+        for part in self.parts:
             part.moved()
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
-        y = activated(self.finest(x, bias).to(x.dtype), activation, stock_gate if self._is_gated else None)
+        y = activated(self.finest(x, bias).to(x.dtype), activation, stock_gate if self.is_gated else None)
         return y if residual is None else y + residual
 
     def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, D] → x @ weightᵀ + bias, [T, F]."""
-        y = torch.cat([part(x, None) for part in self._parts], dim=1)
+        y = torch.cat([part(x, None) for part in self.parts], dim=1)
         return y if bias is None else y + bias
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.errors import GenerationError, for_clients
+from router.errors import AdapterRefused, GenerationError, for_clients
 from tests.router.apis.error_bodies import INTERNALS, assert_is_clean, assert_is_clean_answer
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import events_in, site
@@ -71,3 +71,13 @@ def test_cause_without_end_is_cut() -> None:
 
 def test_the_check_itself_finds_what_it_looks_for() -> None:
     assert all(INTERNALS.search(secret) for secret in SECRETS)
+
+
+def test_what_is_wrong_with_an_adapter_is_told_without_its_folder() -> None:
+    found = AdapterRefused(
+        "mine", "tensor a in /srv/adapters/mine/adapter_model.safetensors has NaN", "/srv/adapters/mine"
+    )
+    assert str(found).endswith("the adapter mine cannot be served: tensor a in adapter_model.safetensors has NaN")
+    assert "srv" not in str(
+        AdapterRefused("mine", "tensor a in /srv/other/adapter_model.safetensors has NaN", "/srv/mine")
+    )

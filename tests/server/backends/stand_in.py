@@ -301,6 +301,7 @@ class StandInDevice:
         self.torch_device = torch.device(NAME, 0)
         self.uploads = self.downloads = 0
         self._arriving: list[tuple[int, HostCopy]] = []
+        self._staged: list[Tensor] = []
 
     @contextmanager
     def forbidding(self) -> Iterator[None]:
@@ -321,6 +322,16 @@ class StandInDevice:
         self.driver.refuse_in_capture("something is uploaded")
         self.uploads += 1
         return on_device(torch.tensor(values, dtype=dtype))
+
+    def stage(self, tensor: Tensor) -> Tensor:
+        self._staged.append(tensor.clone())
+        return self._staged[-1]
+
+    def bring(self, staged: Tensor) -> Tensor:
+        self.driver.refuse_in_capture("something is brought")
+        if not any(staged is one for one in self._staged):
+            raise Refused("what is brought was not staged, and is copied while the host waits")
+        return on_device(staged.clone())
 
     def download(self, tensor: Tensor) -> Tensor:
         self.driver.refuse_in_capture("something is downloaded")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.adapters.identity import content_key
 from server.backends import Backend
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Engine
 from server.stepping.warmup import worst_sampling
+from tests.server.adapters import made
 from tests.server.backends.stand_in import (
     WHY_NOT,
     Driver,
@@ -238,6 +241,29 @@ def test_no_step_waits(checkpoints: Checkpoints, case: str, prompts: Sequence[Pr
     assert isinstance(engine.device, StandInDevice)
     with engine.device.forbidding():
         generate(engine, again(prompts))
+
+
+@pytest.mark.parametrize("case", ["bloom", "gemma2", "t5"])
+def test_neither_placing_adapters_nor_their_steps_wait(checkpoints: Checkpoints, tmp_path: Path, case: str) -> None:
+    folder, _ = checkpoints(case)
+    folders = [one.folder for one in made.make_several(folder, tmp_path)]
+    prompts = [replace(prompt, adapter=row) for prompt, row in zip(again(PLAIN), (1, 2), strict=True)]
+    engines = [load_engine(folder, backend=backend, adapters=2, warms_up=False) for backend in (None, StandInBackend())]
+    for engine in engines:
+        assert engine.adapters is not None
+        keys = [content_key(one) for one in folders]
+        for key, one in zip(keys, folders, strict=True):
+            engine.adapters.prepare(key, one)
+        forbidding = engine.device.forbidding if isinstance(engine.device, StandInDevice) else nullcontext
+        with forbidding():
+            engine.adapters.place([(1, keys[0]), (2, keys[1])])
+            engine.adapters.place([(1, keys[1]), (2, keys[0])])
+    expected = generate(engines[0], again(prompts))
+    device = engines[1].device
+    assert isinstance(device, StandInDevice)
+    with device.forbidding():
+        found = generate(engines[1], again(prompts))
+    assert results(expected) == results(found)
 
 
 def test_no_step_waits_but_for_what_is_proposed(checkpoints: Checkpoints) -> None:

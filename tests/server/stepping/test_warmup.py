@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from server.adapters.adapters import Adapters
 from server.backends.cpu import Kernels
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
@@ -59,15 +60,17 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
     linear = pytest.importorskip("server.backends.cuda.kernels.linear", reason="there is no Triton")
     tiles = {linear.tilings(rows, torch.bfloat16, is_gated=False)[0].rows for rows in range(1, 4097)}
     assert {8, *ROWS_OF_KERNELS} == tiles  # 8 by the first steps
-    computed: list[int] = []
+    computed: list[tuple[int, int]] = []
 
     def launch(request: pb.StepRequest) -> SimpleNamespace:
-        computed.extend(request.chunk_tokens)
+        computed.extend((tokens, request.add[0].adapter) for tokens in request.chunk_tokens)
         return SimpleNamespace(finish=lambda: None)
 
-    engine = SimpleNamespace(has_encoder=False, launch=launch)
-    _compile_kernels(engine, most=100)  # type: ignore[arg-type]
-    assert [16, 32, 64] == computed
+    for adapters in (None, Adapters(2, 0, lambda key, folder: [])):
+        engine = SimpleNamespace(has_encoder=False, launch=launch, adapters=adapters)
+        _compile_kernels(engine, most=100)  # type: ignore[arg-type]
+    plain = [(16, 0), (32, 0), (64, 0)]
+    assert [*plain, *plain, (8, 1), (16, 1)] == computed
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@
 * `shrink`: u = x @ downᵀ, tokens of the same adapter together (SGMV, Chen et al. 2023, arXiv 2310.18547);
 * `finish`: all that follows the product: gain, scale * u @ upᵀ, biases, activation, gate and residual, rounded once.
 
-What an adapter makes of a layer lies in one piece of memory, whose address is in the layer's table by the adapter's row.
-Kernels read the table when they run, and grids depend on shapes alone, so that a captured step computes with whatever
-the table holds when it is replayed. Ranks and parts are looped over as often as the change says.
+What an adapter makes of a layer lies in one piece of memory, whose address is in the layer's table by the adapter's
+row. Kernels read the table when they run, and grids depend on shapes alone, so that a captured step computes with
+whatever the table holds when it is replayed. Ranks and parts are looped over as often as the change says.
 
 The tokens of a pass are put in order once for all its layers (`group`): tiles of at most 16 tokens of one row.
 
@@ -22,7 +22,7 @@ The memory of a change, words of 64 bits first:
         where up begins, its scale as float32; 2 words unused
     down [R, D], each part's up [n, r], gain and bias [F] float32
 
-Rows of down and up begin at multiples of 8 numbers, ranks of a part are filled up to such, and numbers in between are 0.
+Rows of down and up begin at multiples of 8 numbers, ranks of a part are filled up to such, and what fills up is 0.
 
 Shapes: T tokens, D input features, F output features, R ranks of all parts of a change, r of one, N rows of adapters.
 """
@@ -42,7 +42,7 @@ from server.backends.cuda.kernels.routing import grouped
 
 UNIT = 8  # numbers, of which a row has a multiple
 HEADER = tl.constexpr(8)  # words, as of each part
-ROWS, RANKS, FEATURES = 16, 16, 128  # of a program
+ROWS, RANKS = 16, 16  # of a program
 RANK_PROGRAMS = 8  # of a tile of tokens, each of which computes every eighth tile of ranks
 MAX_SPLITS = 8
 FEW_TOKENS = 256  # up to which inputs are divided, and which are all that is captured
@@ -130,8 +130,8 @@ def finish(
     features = outputs // 2 if is_gated else outputs
     assert product.is_contiguous() and (epilogue.residual is None or epilogue.residual.is_contiguous())
     out = product.new_empty(tokens, features, dtype=out_dtype)
-    depth = 32
-    _finish[(len(groups.tiles), triton.cdiv(features, FEATURES))](
+    tile = 64 if is_gated or dtype == torch.float32 else 128
+    _finish[(len(groups.tiles), triton.cdiv(features, tile))](
         product,
         x,
         shrunk,
@@ -149,8 +149,8 @@ def finish(
         len(shrunk),
         ROWS=ROWS,
         RANKS=RANKS,
-        FEATURES=FEATURES,
-        DEPTH=depth,
+        FEATURES=tile,
+        DEPTH=32,
         SPLITS=MAX_SPLITS,
         IS_GATED=is_gated,
         DTYPE=DTYPES[dtype],
@@ -280,35 +280,90 @@ def _finish(
     if not is_real:
         return
     halves: tl.constexpr = 2 if IS_GATED else 1
-    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)[:, None]
+    lowest = tl.program_id(1) * FEATURES
+    feature = lowest + tl.arange(0, FEATURES)[:, None]
     real = feature < features
-    wanted = real & kept[None, :]
     near = token.to(tl.int64)[None, :]
-    row = product + near * (halves * features)
+    product += near * (halves * features)
     x += near * x_stride
     shrunk += near * most
     size = tokens.to(tl.int64) * most
-    y = tl.load(row + feature, mask=wanted, other=0.0).to(tl.float32)
-    if change != 0:
-        y = _changed(
-            y, change, x, shrunk, feature, real, kept, inputs, size, splits, RANKS, DEPTH, SPLITS, DTYPE, PRECISION
-        )
-    y = biased(y, bias, feature, real)
+    y = _half(
+        product,
+        change,
+        x,
+        shrunk,
+        bias,
+        lowest,
+        real,
+        kept,
+        inputs,
+        size,
+        splits,
+        RANKS,
+        DEPTH,
+        SPLITS,
+        DTYPE,
+        PRECISION,
+    )
     if ACTIVATION is not None:
         y = ACTIVATION(y)
     if IS_GATED:
-        feature += features
-        up = tl.load(row + feature, mask=wanted, other=0.0).to(tl.float32)
-        if change != 0:
-            up = _changed(
-                up, change, x, shrunk, feature, real, kept, inputs, size, splits, RANKS, DEPTH, SPLITS, DTYPE, PRECISION
+        lowest += features
+        y *= UP(
+            _half(
+                product,
+                change,
+                x,
+                shrunk,
+                bias,
+                lowest,
+                real,
+                kept,
+                inputs,
+                size,
+                splits,
+                RANKS,
+                DEPTH,
+                SPLITS,
+                DTYPE,
+                PRECISION,
             )
-        y *= UP(biased(up, bias, feature, real))
-        feature -= features
+        )
     place = near * features + feature
+    wanted = real & kept[None, :]
     if residual is not None:
         y += tl.load(residual + place, mask=wanted, other=0.0).to(tl.float32)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _half(
+    product,
+    change,
+    x,
+    shrunk,
+    bias,
+    lowest,
+    real,
+    kept,
+    inputs,
+    size,
+    splits,
+    RANKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[FEATURES, ROWS]: the outputs from the lowest on, changed and with the bias."""
+    feature = lowest + tl.arange(0, real.shape[0])[:, None]
+    y = tl.load(product + feature, mask=real & kept[None, :], other=0.0).to(tl.float32)
+    if change != 0:
+        y = _changed(
+            y, change, x, shrunk, lowest, real, kept, inputs, size, splits, RANKS, DEPTH, SPLITS, DTYPE, PRECISION
+        )
+    return biased(y, bias, feature, real)
 
 
 @triton.jit
@@ -317,7 +372,7 @@ def _changed(
     change,
     x,
     shrunk,
-    feature,
+    lowest,
     real,
     kept,
     inputs,
@@ -330,16 +385,16 @@ def _changed(
     PRECISION: tl.constexpr,
 ):
     """What a change makes of a product [FEATURES, ROWS]."""
+    feature = lowest + tl.arange(0, real.shape[0])[:, None]
     gain, own_bias = _word(change, 3), _word(change, 4)
     if gain != 0:
         y *= tl.load(_at(change, gain, tl.float32) + feature, mask=real, other=0.0)
     if own_bias != 0:
         y += tl.load(_at(change, own_bias, tl.float32) + feature, mask=real, other=0.0)
-    lowest, highest = tl.min(feature), tl.max(feature)
     for part in range(_word(change, 1).to(tl.int32)):
         entry = HEADER * (part + 1)
         first, outputs = _word(change, entry), _word(change, entry + 1)
-        if (first <= highest) & (lowest < first + outputs):
+        if (first < lowest + real.shape[0]) & (lowest < first + outputs):
             stride = tl.multiple_of(_word(change, entry + 2).to(tl.int32), 8)
             first_rank = _word(change, entry + 3).to(tl.int32)
             scale = tl.load((change + 8 * (entry + 5)).to(tl.pointer_type(tl.float32)))

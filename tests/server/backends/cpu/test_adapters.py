@@ -1,9 +1,10 @@
-"""Layers that adapters change, in every format of the kernels: as stock operators compute them, each token as if alone."""
+"""Layers that adapters change, in every format of the kernels: as in stock operators, and each token as if alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.cpu import CpuBackend
 from server.backends.cpu.adapters import PanelAdapted
+from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.graph import CpuGraphCapture, Pool
 from server.backends.cpu.kernels import Kernels
-from server.backends.cpu.layers import PanelFormat
+from server.backends.cpu.layers import KernelExperts, PanelFormat
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.quantised import CodeFormat, LevelFormat
-from server.backends.protocol import LinearChange, LowRank, TokenAdapters
-from server.backends.reference.linear import DenseFormat, StockAdapted, stock_gate
+from server.backends.protocol import ExpertsChange, LinearChange, LowRank, TokenAdapters
+from server.backends.reference import ReferenceBackend
+from server.backends.reference.adapters import StockAdapted
+from server.backends.reference.linear import DenseFormat, StackedLinear
 from server.quantisation.rounding import float8_rows, int8_rows
 from tests.combinations import all_pairs, by_turns
 from tests.server.backends.cpu.test_codes import grouped, random
@@ -99,7 +103,7 @@ class Case:
         self.base = FORMATS[name](kernels, rows, dtype, is_gated)
         self.layer = PanelAdapted(kernels, Pool(), self.base, 8, self.tokens)
         ungated = FORMATS[name](kernels, rows, dtype, False)
-        self.stock = StockAdapted(ungated, self.tokens, stock_gate if is_gated else None)
+        self.stock = ReferenceBackend(CpuDevice()).adapted(ungated, 8, self.tokens, is_gated=is_gated)
         for row, change in changes_of(rows, dtype).items():
             self.layer.put(row, change)
             self.stock.put(row, change)
@@ -201,13 +205,18 @@ def test_a_captured_layer_computes_with_the_adapters_of_each_replay(kernels: Ker
 def test_memory_of_adapters_that_are_gone_is_used_again(kernels: Kernels) -> None:
     pool, tokens = Pool(), TokenAdapters()
     layer = PanelAdapted(kernels, pool, dense(kernels, OUTPUTS, torch.float32, False), 8, tokens)
+    staged = layer.stage(changes_of(OUTPUTS, torch.float32)[4])
+    assert staged.nbytes >= changes_of(OUTPUTS, torch.float32)[4].nbytes
+    layer.put(8, staged)
     for _ in range(5):
         for row, change in changes_of(OUTPUTS, torch.float32).items():
             layer.put(row, change)
     (slab,) = pool._slabs
     assert sum(length for _, length in pool._free) < len(slab)
-    for row in changes_of(OUTPUTS, torch.float32):
+    for row in range(1, 9):
         layer.put(row, None)
+    assert sum(length for _, length in pool._free) < len(slab), "who staged it has it still"
+    del staged
     assert [(slab.data_ptr(), len(slab))] == pool._free
 
 
@@ -216,3 +225,83 @@ def test_what_the_kernels_do_not_compute_is_left_to_stock_operators(kernels: Ker
     ours = backend.adapted(backend.linear(random(64, 32)), 2, tokens, is_gated=False)
     others = backend.adapted(DenseFormat(random(64, 32)), 2, tokens, is_gated=False)
     assert isinstance(ours, PanelAdapted) and isinstance(others, StockAdapted)
+
+
+@pytest.mark.parametrize(("dtype", "is_gated"), all_pairs(BOTH, (False, True)))
+def test_parts_that_are_not_stored_alike_are_changed_as_one(
+    kernels: Kernels, dtype: torch.dtype, is_gated: bool
+) -> None:
+    tokens = TokenAdapters(ROWS, range(1, 9))
+    heights = (46, 46) if is_gated else (33, 50, 9)
+    parts = [FORMATS[name](kernels, height, dtype, False) for name, height in zip(FORMATS, heights, strict=False)]
+    stack = StackedLinear(parts, is_gated=is_gated)
+    layer = CpuBackend(kernels, dtype).adapted(stack, 8, tokens, is_gated=is_gated)
+    stock = ReferenceBackend(CpuDevice()).adapted(stack, 8, tokens, is_gated=is_gated)
+    assert layer.is_capturable
+    for row, change in changes_of(OUTPUTS, dtype).items():
+        layer.put(row, layer.stage(change))
+        stock.put(row, change)
+    x, bias = random(len(ROWS), INPUTS, seed=1).to(dtype), random(OUTPUTS, seed=2).to(dtype)
+    how = (bias, Activation.SILU if is_gated else None, random(len(ROWS), OUTPUTS // (1 + is_gated)).to(dtype))
+    assert_near(stock(x, *how), layer(x, *how))
+    for row in range(1, 9):
+        layer.put(row, None)
+    assert torch.equal(stack(x, *how), layer(x, *how))
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+
+ENDS = torch.tensor([5, 5, 20, len(ROWS)], dtype=torch.int32)  # of the tokens of experts; the second has none
+
+
+def expert_changes(rows: int, dtype: torch.dtype) -> dict[int, ExpertsChange]:
+    """Each row's of four experts, of which some stay as they are."""
+    some = [None, *changes_of(rows, dtype).values()]
+    return {row: ExpertsChange(tuple(some[(row * (e + 1) + e) % len(some)] for e in range(4))) for row in range(1, 8)}
+
+
+@pytest.mark.parametrize(("name", "dtype", "is_gated"), all_pairs(("dense", "int4", "levels"), BOTH, (False, True)))
+def test_each_expert_is_changed_as_in_stock_operators(
+    kernels: Kernels, name: str, dtype: torch.dtype, is_gated: bool
+) -> None:
+    rows, tokens = OUTPUTS * (1 + is_gated), TokenAdapters(ROWS, range(1, 9))
+    experts = [FORMATS[name](kernels, rows, dtype, is_gated) for _ in range(4)]
+    grouped_layer = KernelExperts(experts)
+    layer = CpuBackend(kernels, dtype).adapted_experts(grouped_layer, 8, tokens, is_gated=is_gated)
+    assert layer.is_capturable
+    changes = expert_changes(rows, dtype)
+    for row, change in changes.items():
+        layer.put(row, changes[1 + row % 7])  # which another one replaces
+        layer.put(row, layer.stage(change))
+    x, bias = random(len(ROWS), INPUTS, seed=1).to(dtype), random(4, rows, seed=2).to(dtype)
+    activation = Activation.SILU if is_gated else None
+    found, base = layer(x, ENDS, activation, bias), grouped_layer(x, ENDS, activation, bias)
+    stock = ReferenceBackend(CpuDevice())
+    for expert, (start, stop) in enumerate(pairwise([0, *ENDS.tolist()])):
+        own = TokenAdapters(ROWS[start:stop], range(1, 9))
+        expected = stock.adapted(FORMATS[name](kernels, rows, dtype, False), 8, own, is_gated=is_gated)
+        for row, change in changes.items():
+            expected.put(row, change.experts[expert])
+        if stop > start:
+            assert_near(expected(x[start:stop], bias[expert], activation), found[start:stop])
+    assert torch.equal(base[(ROWS == 0) | (ROWS == 8)], found[(ROWS == 0) | (ROWS == 8)])
+    for row in changes:
+        layer.put(row, None)
+    assert torch.equal(base, layer(x, ENDS, activation, bias))
+    tokens.rows = None
+    assert torch.equal(base, layer(x, ENDS, activation, bias))
+
+
+def test_captured_experts_compute_with_the_adapters_of_each_replay(kernels: Kernels) -> None:
+    tokens, rows, ends = TokenAdapters(), ROWS.clone(), ENDS.clone()
+    grouped_layer = KernelExperts([dense(kernels, OUTPUTS, torch.float32, False) for _ in range(4)])
+    layer = CpuBackend(kernels, torch.float32).adapted_experts(grouped_layer, 8, tokens, is_gated=False)
+    x = random(len(ROWS), INPUTS, seed=1)
+    tokens.rows = rows
+    replay = CpuGraphCapture(kernels)(lambda: (layer(x, ends),))
+    replay()
+    for number, (row, change) in enumerate(expert_changes(OUTPUTS, torch.float32).items()):
+        layer.put(row, change)
+        rows.copy_(ROWS.roll(number)), ends.copy_(torch.tensor([number, 9, 9 + number, len(ROWS)]))
+        (found,) = replay()
+        assert torch.equal(layer(x, ends), found)

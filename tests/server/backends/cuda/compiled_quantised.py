@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark.commands.kernels import QUANTISED_KINDS, launch_quantised
 from server.arch.spec import Activation
@@ -25,24 +24,11 @@ from server.backends.cuda.kernels.linear import Epilogue
 from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode
 from server.quantisation.random_weight import Kind, noise
 from server.quantisation.stored import QuantisedWeight, RoundedInputs
-from tests.server.backends.cuda.compiled_cases import CPU, found
+from tests.server.backends.cuda.compiled_cases import CPU, Operators, found
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, in_suite
 from tests.server.backends.cuda.linear_cases import products
 
 __all__ = ["found"]
-
-
-class Operators(TorchDispatchMode):
-    """Notes the operators that compute something: views and fresh memory cost no launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and "empty" not in func.name():
-            self.names.append(func.name().removeprefix("aten::"))
-        return func(*args, **kwargs or {})
 
 
 ZEROS, PLAIN = "int4, groups of 128, zero points", "int4, groups of 128"

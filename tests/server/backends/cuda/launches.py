@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+from server.adapters.adapters import Adapters
+from server.adapters.sites import Sites
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from server.backends.protocol import Computation
@@ -168,10 +170,12 @@ class MetaBackend(CudaBackend):
         return Tracing(self._recorder)
 
 
-def decode_launches(name: str, world_size: int, batch_sizes: Sequence[int], traced: int = 2) -> list[Launches]:
+def decode_launches(
+    name: str, world_size: int, batch_sizes: Sequence[int], traced: int = 2, adapters: int = 0
+) -> list[Launches]:
     """What one of the ranks launches for a captured decode of each batch size, with a model of `real_shapes`.
 
-    traced: of how many layers every launch is counted.
+    traced: of how many layers every launch is counted; adapters: rows for those that sequences have.
     """
     published, family, spec = find(name)
     recorder = Recorder(spec.num_layers, traced)
@@ -181,11 +185,14 @@ def decode_launches(name: str, world_size: int, batch_sizes: Sequence[int], trac
         stand_in(recorder, patch)
         backend = MetaBackend(recorder)
         weights = Weights.open(PartOfCheckpoint(published.shapes), family.names, shard, DTYPE, META)
-        engine = Engine(load(weights, spec, backend), shard, backend, DTYPE, Watermark(gamma=0.5, delta=2.0))
+        sites = Sites(backend, adapters, DTYPE)
+        model = load(replace(weights, adapting=sites if adapters else None), spec, backend, adapters=sites.tokens)
+        kept = Adapters(adapters, 0, sites.read) if adapters else None
+        engine = Engine(model, shard, backend, DTYPE, Watermark(gamma=0.5, delta=2.0), adapters=kept)
         engine.allocate(CACHE_TOKENS, TOTAL_TOKENS)
         assert engine.graphs is not None
         for size in batch_sizes:
-            engine.graphs.decodes._graph(size, Form.PLAIN)
+            engine.graphs.decodes._graph(size, Form.PLAIN, adapts=adapters > 0)
     return recorder.captured
 
 

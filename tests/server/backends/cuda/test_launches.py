@@ -8,6 +8,7 @@ counted, `launches.py` says.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pprint import pformat
 from typing import TYPE_CHECKING
 
@@ -116,6 +117,28 @@ def test_launches_of_a_layer_and_beside_layers(counted: Counted) -> None:
     beside = {name: listed(counted[name, 1, 1].beside) for name in BESIDE}
     assert LAYER == layer, f"now it is\n{pformat(layer, width=118, sort_dicts=False)}"
     assert BESIDE == beside, f"now it is\n{pformat(beside, width=118, sort_dicts=False)}"
+
+
+# What one layer launches where its sequences have adapters: two more for each product that is a kernel of ours.
+ADAPTED = {
+    ("llama-3-8b", 1): "",
+    ("llama-3-8b", 32): "",
+    ("bloomz-7b1-mt", 1): "",
+}
+# And beside all layers, where it is not what stands there without: the head, and the tokens by their adapters.
+BESIDE_ADAPTED = ""
+
+
+def test_launches_of_layers_with_adapters(counted: Counted) -> None:
+    from tests.server.backends.cuda.launches import decode_launches
+
+    found = {(name, size): decode_launches(name, 1, [size], adapters=64)[0] for name, size in ADAPTED}
+    once = Counter("_group _lay_tiles".split())  # by the first layer of a pass, for all
+    layers = {key: listed(replace(one, layers=one.layers - once).layer) for key, one in found.items()}
+    assert ADAPTED == layers, f"now it is\n{pformat(layers, width=118, sort_dicts=False)}"
+    name, size = next(iter(ADAPTED))
+    more = listed(found[name, size].beside - counted[name, 1, size].beside)
+    assert BESIDE_ADAPTED == more, f"now it is {more}"
 
 
 def test_layers_are_all_alike(counted: Counted) -> None:

@@ -23,8 +23,8 @@ HAS_TRITON = sys.platform == "linux" and platform.machine() == "x86_64"  # where
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux on x86-64 alone")
 
 
-INTERPRETED = ["interpreted_kernels", "interpreted_logits", "interpreted_linear", "interpreted_quantised"]
-COMPILED = ["compiled_kernels", "compiled_logits", "compiled_linear", "compiled_quantised"]
+SUBJECTS = ("kernels", "logits", "linear", "quantised", "adapters")
+INTERPRETED, COMPILED = ([f"{how}_{subject}" for subject in SUBJECTS] for how in ("interpreted", "compiled"))
 # Those that are in the suite, and the others.
 PARTS = pytest.mark.parametrize("part", ["not kernels", pytest.param("kernels", marks=pytest.mark.kernels)])
 
