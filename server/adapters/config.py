@@ -81,6 +81,8 @@ class AdapterConfig:
     def read(cls, folder: Path) -> AdapterConfig:
         """Raises AdapterError."""
         path = folder / CONFIG
+        if not path.exists():
+            raise AdapterError(f"{folder} has no {CONFIG}: give the folder of an adapter")
         try:
             found = read_json(path, "what kind of adapter this is")
         except HubError as error:

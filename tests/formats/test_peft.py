@@ -99,13 +99,13 @@ def test_logits_are_those_of_peft(made: Path, case: str) -> None:
                 engine.adapters.prepare(key, folder)
             continue
         engine.adapters.prepare(key, folder)
-        engine.adapters.place(2, key)
+        engine.adapters.place([(2, key)])
         found, known = logits_of(engine, 2), expected.shape[1]
         check(f"{case} {option}", found[:, :known], expected)
         assert found[:, known:].eq(float("-inf")).all(), option  # tokens that the adapter does not know
         assert torch.equal(alone, logits_of(engine)), option
         assert not torch.allclose(alone[:, :known], expected, atol=1e-2), option
-        engine.adapters.place(2, b"")
+        engine.adapters.place([(2, b"")])
         engine.adapters.forget(key)
         count += 1
     assert count >= 3

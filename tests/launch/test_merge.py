@@ -28,6 +28,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.rest
 def test_the_embedded_model_is_merged_with_an_adapter(tmp_path: Path) -> None:
     """Three processes deep, as people call it."""
     made.make(DEMO, tmp_path / "adapter", tmp_path / "expected")

@@ -105,6 +105,8 @@ def test_what_chose_the_first_numbers_is_not_asked_for(tmp_path: Path) -> None:
     ("content", "expected"), [(b"", "is empty"), (b"{", "is not JSON"), (b"[1]", "holds no JSON object")]
 )
 def test_a_damaged_file_is_one_sentence(tmp_path: Path, content: bytes, expected: str) -> None:
+    with pytest.raises(AdapterError, match=f"{tmp_path} has no adapter_config.json: give the folder of an adapter"):
+        AdapterConfig.read(tmp_path)
     (tmp_path / "adapter_config.json").write_bytes(content)
     with pytest.raises(AdapterError, match=expected):
         AdapterConfig.read(tmp_path)

