@@ -248,14 +248,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     streams = isinstance(placement, Streaming) and bool(placement.stored)
     why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.stage_size)
     return Loaded(
-        model,
-        shard,
-        backend,
-        dtype,
-        reason,
-        backend.description,
-        why_not,
-        quantised.description,
+        *(model, shard, backend, dtype, reason, backend.description, why_not, quantised.description),
         placing.described(placement),
         placement.moved_bytes,
         placement.times if isinstance(placement, Streaming) else None,

@@ -53,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer.json, if there is no /tokenize"
     )
     target.add_argument("--timeout", type=ABOVE_ZERO, default=600.0, metavar="S", help="limit of a request (600)")
-    add_work_arguments(parser.add_argument_group("requests"))
+    work = parser.add_argument_group("requests")
+    add_work_arguments(work)
+    work.add_argument(
+        "--adapters", type=options.positive, metavar="N", help="each names one of the first N adapters of the server"
+    )
+    work.add_argument("--zipf", action="store_true", help="the k-th adapter is 1/k as likely as the first; else equal")
     add_load_arguments(parser.add_argument_group("load"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report, plots and requests.jsonl")
     launch.add_server_arguments(parser)
@@ -83,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
 def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults, and refuse what contradicts itself or cannot be read. Raises BenchError."""
     complete_load(args)
+    if args.zipf and not args.adapters:
+        raise BenchError("--zipf says how requests choose among adapters: give their number with --adapters")
     if args.url is None:
         return
     own = ("random_weights", "num_shard", "dtype", "device", "cpu_kernels", "quantize", "kv_cache_dtype")
@@ -197,8 +204,9 @@ def _work(args: argparse.Namespace, model: str) -> dict[str, Any]:
     }
     further = (
         "ramp", "burstiness", "max_concurrency", "duration", "speed", "split", "prompt_column", "most_tokens",
-        "prefixes", "prefix_length", "prefix_choice", "turns", "think_time",
+        "prefixes", "prefix_length", "prefix_choice", "turns", "think_time", "adapters",
     )  # fmt: skip
+    work |= {"zipf": True} if args.zipf else {}
     work |= {name: value for name in further if (value := getattr(args, name)) is not None}
     for name, path in (("dataset", args.dataset), ("trace", args.trace)):
         if path is not None:

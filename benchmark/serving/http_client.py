@@ -72,8 +72,8 @@ class Api(Protocol):
 
     path: str
 
-    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
-        """The body of a streamed, greedy request for `output_length` tokens."""
+    def body(self, asked: Asked, output_length: int, adapter: str = "") -> dict[str, Any]:
+        """The body of a streamed, greedy request for `output_length` tokens. adapter: its name; empty: none."""
 
     def read(self, data: bytes) -> StreamEvent:
         """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
@@ -87,9 +87,11 @@ class TgiApi:
     def __init__(self, *, ignore_eos: bool = False) -> None:
         self._further: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
 
-    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
+    def body(self, asked: Asked, output_length: int, adapter: str = "") -> dict[str, Any]:
         """The body of a streamed, greedy request, with details so that the server counts its tokens."""
         parameters = {"max_new_tokens": output_length, "details": True, **self._further}
+        if adapter:
+            parameters["adapter_id"] = adapter
         return {"inputs": as_text(asked), "parameters": parameters}
 
     def read(self, data: bytes) -> StreamEvent:
@@ -116,9 +118,9 @@ class OpenAiApi:
         self._always: dict[str, Any] = {"model": model, "temperature": 0, "stream": True}
         self._always |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
 
-    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
+    def body(self, asked: Asked, output_length: int, adapter: str = "") -> dict[str, Any]:
         """The body of a streamed, greedy request that also asks for the count of its tokens."""
-        return {"prompt": as_text(asked), "max_tokens": output_length, **self._always}
+        return {"prompt": as_text(asked), "max_tokens": output_length, **self._always, **_named(adapter)}
 
     def read(self, data: bytes) -> StreamEvent:
         """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
@@ -142,9 +144,9 @@ class ChatApi(OpenAiApi):
 
     path = "/v1/chat/completions"
 
-    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
+    def body(self, asked: Asked, output_length: int, adapter: str = "") -> dict[str, Any]:
         """The body of a streamed, greedy request; `max_tokens`, which some servers know alone."""
-        return {"messages": as_messages(asked), "max_tokens": output_length, **self._always}
+        return {"messages": as_messages(asked), "max_tokens": output_length, **self._always, **_named(adapter)}
 
     def _said(self, choice: Mapping[str, Any]) -> tuple[str, bool]:
         """The first event has a role and no text, and is no token."""
@@ -152,6 +154,10 @@ class ChatApi(OpenAiApi):
         thought = delta.get("reasoning_content") or delta.get("reasoning")
         text = delta.get("content") or ""
         return text, bool(text or thought or delta.get("tool_calls"))
+
+
+def _named(adapter: str) -> dict[str, str]:
+    return {"model": adapter} if adapter else {}
 
 
 def _openai_error(event: dict[str, Any]) -> str:
@@ -232,13 +238,15 @@ class HttpClient:
         self._timeout_s = timeout_s
         self._key_line = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
 
-    async def stream(self, api: Api, asked: Asked, output_length: int, *, keep_text: bool = False) -> Reply:
+    async def stream(
+        self, api: Api, asked: Asked, output_length: int, *, adapter: str = "", keep_text: bool = False
+    ) -> Reply:
         """One request, to its last token or its error. Never raises for what a server can do."""
         reply = Reply(sent_at=time.perf_counter())
         stream = _Stream(api, reply, keep_text)
         try:
             async with asyncio.timeout(self._timeout_s):
-                body = orjson.dumps(api.body(asked, output_length))
+                body = orjson.dumps(api.body(asked, output_length, adapter))
                 connection = await self._exchange("POST", api.path, body, stream.take)
             stream.close(connection)
         except TimeoutError:

@@ -112,13 +112,15 @@ def sender(client: HttpClient, api: Api) -> Send:
 
     async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
         asked, length = request.prompt, request.lengths.output_length
-        reply = await client.stream(api, asked, length, keep_text=bool(request.later))
+        keeps = bool(request.later)
+        reply = await client.stream(api, asked, length, adapter=request.adapter, keep_text=keeps)
         if reply.error == UNREACHABLE:
             raise unreachable(client.url, reply.detail)
         if reply.error in HOPELESS:
-            raise BenchError(f"POST {client.url}{api.path} was answered by {reply.error}: {HOPELESS[reply.error]}")
+            remedy = f"{HOPELESS[reply.error]} ({reply.detail})" if request.adapter else HOPELESS[reply.error]
+            raise BenchError(f"POST {client.url}{api.path} was answered by {reply.error}: {remedy}")
         at = reply.sent_at if intended_at is None else intended_at
-        return Outcome(request.lengths, at, reply, turn=request.turn)
+        return Outcome(request.lengths, at, reply, turn=request.turn, adapter=request.adapter)
 
     return send
 

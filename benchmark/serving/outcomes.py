@@ -77,6 +77,7 @@ class Outcome:
     reply: Reply
     held_s: float = 0.0  # how long the cap on concurrent requests kept it at the client
     turn: int = 0  # of its conversation
+    adapter: str = ""  # that it named
 
     @property
     def is_short(self) -> bool:
@@ -350,6 +351,7 @@ def records_of(row: int, outcomes: Sequence[Outcome], began: float) -> Iterator[
             "row": row,
             "request": number,
             "turn": one.turn,
+            "adapter": one.adapter or None,
             "intended_s": round(one.intended_at - began, 6),
             "sent_s": round(reply.sent_at - began, 6),
             "held_s": round(one.held_s, 6),

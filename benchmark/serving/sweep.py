@@ -12,6 +12,7 @@ import asyncio
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class Sweep:
         self._view = view
         self._target = target
         self._client = client
+        self._adapters: list[str] = []  # names that requests have
         self._send = sender(client, api)
         self._ends = workload.local_token_ends(args.tokenizer) if args.tokenizer else server_token_ends(self._client)
         self._given = workload.read_lengths(args.lengths_file) if args.lengths_file else None
@@ -90,6 +92,7 @@ class Sweep:
     async def run(self, result: Result, keep: Callable[[], None]) -> None:
         """Add the rows to the result, one at a time. Raises BenchError; the finished rows are there."""
         try:
+            self._adapters = await adapter_names(self._client, self._args.adapters) if self._args.adapters else []
             for cell, load in product(self._cells(), loads_of(self._args)):
                 row = await self._measure(cell, load)
                 result.rows.append(row)
@@ -116,12 +119,22 @@ class Sweep:
         source = self._source(cell, Random(f"prompts of {self._args.seed} {cell} {load}"))
         warmups = await source.draw(self._args.warmups, random) if self._args.warmups else []
         requests = await self._plan(source, load, random)
+        if self._adapters:
+            choice, its = (
+                "zipf" if self._args.zipf else "uniform",
+                Random(f"adapters of {self._args.seed} {cell} {load}"),
+            )
+            warmups, requests = (
+                workload.with_adapters(some, self._adapters, choice, its) for some in (warmups, requests)
+            )
         refuse_too_long(workload.longest([*warmups, *requests]), self._target.info, self._args)
         await closed_loop(self._send, warmups, load.concurrency or len(warmups))
         sent = await self._watched(self._sent(requests, load, self._advancing(len(requests))))
         cell = cell or workload.mean_lengths([one.lengths for one in requests])
         first_turns = sum(outcome.turn == 0 for outcome in sent.outcomes)
         about = {"duration": self._args.duration, "drawn_requests": len(requests)}
+        if self._adapters:
+            about["adapters"] = dict(Counter(outcome.adapter for outcome in sent.outcomes).most_common())
         return self._row(cell, load, sent) | about | {"sent_again": max(0, first_turns - len(requests))}
 
     async def _watched(self, sending: Coroutine[Any, Any, list[Outcome]]) -> _Sent:
@@ -192,6 +205,21 @@ class Sweep:
     def _distribution(self) -> str:
         named = self._args.trace or self._args.dataset
         return str(named) if named else str(self._args.length_distribution)
+
+
+async def adapter_names(client: HttpClient, wanted: int) -> list[str]:
+    """The first names of adapters that a server lists. Raises BenchError where there are fewer than wanted."""
+    try:
+        _, models = await client.json("GET", "/v1/models")
+        names = [str(one["id"]) for one in models["data"] if one.get("parent")]
+    except (OSError, TimeoutError, KeyError, TypeError, AttributeError):
+        names = []
+    if len(names) < wanted:
+        raise BenchError(
+            f"{client.url}/v1/models lists {len(names)} adapters, and --adapters is {wanted}: start the server with as "
+            "many, or give a smaller number"
+        )
+    return names[:wanted]
 
 
 def gaps_of(args: argparse.Namespace) -> float:

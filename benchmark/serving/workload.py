@@ -63,6 +63,7 @@ class PlannedRequest:
     send_after_s: float = 0.0  # since the start of the row; closed loops send when a stream is free
     later: Sequence[Turn] = ()
     turn: int = 0  # 0: begins a conversation
+    adapter: str = ""  # that it names; empty: none
 
     def after(self, answer: str, num_tokens: int) -> PlannedRequest:
         """The next turn's request, which carries the conversation so far. num_tokens: of the answer."""
@@ -70,7 +71,8 @@ class PlannedRequest:
         said = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
         history = (*said, {"role": "assistant", "content": answer}, *turn.messages)
         length = self.lengths.input_length + num_tokens + turn.lengths.input_length
-        return PlannedRequest(history, Lengths(length, turn.lengths.output_length), 0.0, tuple(rest), self.turn + 1)
+        lengths = Lengths(length, turn.lengths.output_length)
+        return PlannedRequest(history, lengths, 0.0, tuple(rest), self.turn + 1, self.adapter)
 
 
 # ------------------------------------------------------------------------------------------------------------- arrivals
@@ -245,6 +247,22 @@ def local_token_ends(folder: Path) -> TokenEnds:
 CHOICES = ("uniform", "zipf", "round-robin")
 
 
+def chosen(number: int, choice: str, num_requests: int, random: Random) -> list[int]:
+    """Which of so many things, from 0, each request has. zipf: the k-th is 1 / k as likely as the first."""
+    if choice == "round-robin":
+        return [request % number for request in range(num_requests)]
+    weights = [1 / (rank + 1) if choice == "zipf" else 1.0 for rank in range(number)]
+    return random.choices(range(number), weights, k=num_requests)
+
+
+def with_adapters(
+    requests: Sequence[PlannedRequest], names: Sequence[str], choice: str, random: Random
+) -> list[PlannedRequest]:
+    """The requests, each with an adapter of these names; a conversation keeps its own."""
+    numbers = chosen(len(names), choice, len(requests), random)
+    return [replace(one, adapter=names[number]) for one, number in zip(requests, numbers, strict=True)]
+
+
 class Source(Protocol):
     """Where a row's requests come from."""
 
@@ -277,7 +295,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Beginnings that prompts share. choice: one of CHOICES; zipf: the k-th is 1 / k as likely as the first."""
+    """Beginnings that prompts share. choice: one of CHOICES."""
 
     number: int
     length: int
@@ -285,10 +303,7 @@ class Prefixes:
 
     def chosen(self, num_requests: int, random: Random) -> list[int]:
         """The number of each request's prefix, from 0."""
-        if self.choice == "round-robin":
-            return [request % self.number for request in range(num_requests)]
-        weights = [1 / (rank + 1) if self.choice == "zipf" else 1.0 for rank in range(self.number)]
-        return random.choices(range(self.number), weights, k=num_requests)
+        return chosen(self.number, self.choice, num_requests, random)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ def mock_server(**options: object) -> Iterator[str]:
             process.kill()
 
 
+ADAPTERS = ("a", "b", "c", "d")  # that it lists
+
+
 class Mock:
     """Counts its generations from 1, so that failures hit known ones."""
 
@@ -70,7 +73,7 @@ class Mock:
     def _plain(self, route: str, body: Any) -> tuple[int, Any]:
         answers = {
             "/info": {**INFO, "max_input_length": self._options.max_input_length},
-            "/v1/models": {"data": [{"id": "mock"}]},
+            "/v1/models": {"data": [{"id": "mock"}, *({"id": name, "parent": "mock"} for name in ADAPTERS)]},
             "/health": None,
         }
         if route == "/tokenize" and self._options.without != "tokenize":
@@ -82,6 +85,9 @@ class Mock:
         writer.write(f"HTTP/1.1 {status} Status\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
     async def _generate(self, route: str, body: Any, writer: asyncio.StreamWriter) -> None:
+        named = body.get("model") or body.get("parameters", {}).get("adapter_id")
+        if named not in (None, "mock", *ADAPTERS):
+            return self._write_json(writer, 404, {"error": f"the model {named} is not served here"})
         self._num_generations += 1
         number, options, came_at = self._num_generations, self._options, asyncio.get_running_loop().time()
         if hits(number, options.refuse_every):

@@ -203,7 +203,5 @@ def test_a_hub_that_drips_is_given_up(dripping_hub: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(models, "ANSWER_SECONDS", 1.0)
     cache = {"HUGGINGFACE_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": dripping_hub, "HF_HUB_OFFLINE": "0"}
     found = check(["--model-id", "someone/model"], cache)
-    assert [
-        "the hub has not sent the model's description after 1 seconds: check the network, or HF_ENDPOINT"
-    ] == found.problems
+    assert ["the hub has not sent the description after 1 seconds: check the network, or HF_ENDPOINT"] == found.problems
     assert ["the model: its shards, memory and longest sequence"] == found.unchecked

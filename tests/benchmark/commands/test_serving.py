@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from benchmark.result import BenchError
 from benchmark.serving import http_client, loops, sweep
 from benchmark.serving.datasets import Lengths
 from benchmark.serving.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi
-from benchmark.serving.outcomes import Load, Objectives, Outcome, remarks, row_of, throughput_table
+from benchmark.serving.outcomes import Load, Objectives, Outcome, records_of, remarks, row_of, throughput_table
 from benchmark.serving.sweep import loads_of, num_requests
 from benchmark.serving.workload import PlannedRequest
 from tests.benchmark.mock_server import mock_server
@@ -198,6 +199,33 @@ def test_end_tokens_are_passed_over_where_that_is_asked_for(kind: type[OpenAiApi
     assert kind("m").body("p", 1)["ignore_eos"] and "ignore_eos" not in kind("m", ignore_eos=False).body("p", 1)
     assert TgiApi(ignore_eos=True).body("p", 1)["parameters"]["ignore_eos"]
     assert "ignore_eos" not in TgiApi().body("p", 1)["parameters"]
+
+
+def test_an_adapter_is_named_as_each_api_names_it() -> None:
+    for kind in (OpenAiApi, ChatApi):
+        assert ("m", "a") == tuple(kind("m").body("p", 1, adapter)["model"] for adapter in ("", "a"))
+    assert "a" == TgiApi().body("p", 1, "a")["parameters"]["adapter_id"]
+    assert "adapter_id" not in TgiApi().body("p", 1)["parameters"]
+
+
+@pytest.mark.parametrize("api", ["tgi", "openai"])
+def test_requests_name_adapters_of_the_server(capsys: pytest.CaptureFixture[str], api: str) -> None:
+    with mock_server(gap_ms=0, ttft_ms=0) as url:
+        given = ("--url", url, "--api", api, *GRID, "--concurrency", "8", "--num-requests", "60")
+        code, result, _ = bench(capsys, *given, "--adapters", "3", "--zipf", "--model-id", "mock")
+        assert 0 == code
+        code, _, error = bench(capsys, *given, "--adapters", "5")
+        assert 0 != code and "/v1/models lists 4 adapters, and --adapters is 5: start the server with as many" in error
+    [row] = result["rows"]
+    counts = row["adapters"]
+    assert (60, 0) == (sum(counts.values()), row["errors"]) and counts["a"] > counts["b"] and "d" not in counts
+    assert (3, True) == (result["work"]["adapters"], result["work"]["zipf"])
+    assert "--zipf says how requests choose" in bench(capsys, "--url", "http://127.0.0.1:1", "--zipf")[2]
+
+
+def test_a_record_has_the_adapter_that_a_request_named() -> None:
+    both = [replace(outcome(10.5), adapter="a"), outcome(10.6)]
+    assert ["a", None] == [one["adapter"] for one in records_of(0, both, 10.0)]
 
 
 def test_a_conversation_is_messages_for_a_chat_and_lines_for_a_text() -> None:

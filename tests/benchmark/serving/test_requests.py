@@ -68,7 +68,8 @@ def test_conversations_have_turns_with_pauses() -> None:
 
 def test_the_next_turn_carries_what_was_said() -> None:
     turn = Turn(({"role": "user", "content": "three"},), Lengths(1, 9))
-    after = PlannedRequest("one", Lengths(1, 4), later=(turn, turn)).after("two two", 2)
+    after = PlannedRequest("one", Lengths(1, 4), later=(turn, turn), adapter="a").after("two two", 2)
+    assert "a" == after.adapter
     assert ["one", "two two", "three"] == [said["content"] for said in after.prompt if not isinstance(said, str)]
     assert (Lengths(4, 9), 1, 1) == (after.lengths, after.turn, len(after.later))
 

@@ -1,10 +1,10 @@
 """What adapters add to a decode step, on an idle machine: `python -m tests.server.adapters.cost FOLDER`.
 
-FOLDER is a model such as `python -m benchmark.race.model bloom-560m FOLDER` makes; adapters of rank 16 of all linear
-layers are made for it. Batches of 1, 8 and 32 sequences decode with no adapter, with one, with 8 and with 32 different
-ones, and without any in a model that serves none, in turn; a round is the median of some steps. It prints, for each
-batch and kind, the median of all rounds in milliseconds, and the median, the least and the largest of what it is beside
-the model that serves none.
+FOLDER is a model such as `python -m benchmark.race.model bloom-560m FOLDER` makes; adapters of rank 16 of all its
+linear layers are made for it. Batches of 1, 8 and 32 sequences decode with no adapter, with one, with 8 and with 32
+different ones, and without any in a model that serves none, in turn; a round is the median of some steps. It prints,
+for each batch and kind, the median of all rounds in milliseconds, and the median, the least and the largest of what it
+is beside the model that serves none.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from server.backends.cpu import load
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Engine
+from tests.gpu.gpu_backend import gpu_backend
 from tests.server.adapters import made
 from tests.server.driver import GREEDY, load_engine, place_adapters
 
@@ -88,16 +90,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(2)
-    kernels, dtype = load(), torch.bfloat16
-    sizes = {"tokens": 32 * BLOCKS * 16, "total_tokens": BLOCKS * 16, "warms_up": False}
+    dtype = torch.bfloat16
+    computes: dict[str, Any] = {"kernels": load()} if args.device == "cpu" else {"backend": gpu_backend(dtype)}
+    options = computes | {"dtype": dtype, "tokens": 32 * BLOCKS * 16, "total_tokens": BLOCKS * 16, "warms_up": False}
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / str(n) for n in range(ADAPTERS)]
         for seed, folder in enumerate(folders):
             made.make(args.folder, folder, rank=16, seed=seed, size=0.01)
-        without = load_engine(args.folder, kernels=kernels, dtype=dtype, **sizes)  # type: ignore[arg-type]
-        engine = load_engine(args.folder, kernels=kernels, dtype=dtype, adapters=ADAPTERS, **sizes)  # type: ignore[arg-type]
+        without = load_engine(args.folder, **options)
+        engine = load_engine(args.folder, adapters=ADAPTERS, **options)
         place_adapters(engine, folders)
     for batch in args.batches:
         print(json.dumps({"batch": batch} | shown(measure(without, engine, batch, args.rounds))), flush=True)
