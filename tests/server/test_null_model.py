@@ -150,9 +150,9 @@ async def test_an_adapter_takes_what_its_files_do(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "adapter_config.json").write_bytes(b"{}")
     (folder / "adapter_model.safetensors").write_bytes(bytes(98))
-    async with served(tmp_path, 2, max_adapters=3, adapter_bytes=1000) as shards:
+    async with served(tmp_path, 2, has_adapters=True, max_adapters=3, adapter_memory=0.001) as shards:
         info, key = await shards.info(), content_key(folder)
-        assert (3, 1000) == (info.adapter_rows, info.adapter_bytes)
+        assert (3, 1_000_000) == (info.adapter_rows, info.adapter_bytes)
         assert Prepared(100) == await shards.prepare_adapter(key, str(folder))
         assert Prepared(0) == await shards.prepare_adapter(key, "")
         missing = await shards.prepare_adapter(key, str(tmp_path / "missing"))
