@@ -119,14 +119,14 @@ def test_launches_of_a_layer_and_beside_layers(counted: Counted) -> None:
     assert BESIDE == beside, f"now it is\n{pformat(beside, width=118, sort_dicts=False)}"
 
 
-# What one layer launches where its sequences have adapters: two more for each product that is a kernel of ours.
+# What one layer launches where its sequences have adapters: two more for each product, the second a gate's, too.
 ADAPTED = {
-    ("llama-3-8b", 1): "",
-    ("llama-3-8b", 32): "",
-    ("bloomz-7b1-mt", 1): "",
+    ("llama-3-8b", 1): "4 _shrink, 4 _multiply_rows, 4 _finish, 2 _add_norm, decode_group",
+    ("llama-3-8b", 32): "4 _shrink, 4 mm, 4 _finish, 2 _add_norm, decode_group",
+    ("bloomz-7b1-mt", 1): "4 _shrink, 4 _multiply_rows, 4 _finish, 2 _add_norm, decode_head",
 }
-# And beside all layers, where it is not what stands there without: the head, and the tokens by their adapters.
-BESIDE_ADAPTED = ""
+# And beside all layers: for the head.
+BESIDE_ADAPTED = "_shrink, _finish"
 
 
 def test_launches_of_layers_with_adapters(counted: Counted) -> None:
