@@ -57,7 +57,7 @@ def few_programs() -> Iterator[None]:
 EXACT = [case for case in CASES if case.kind != "w8a8"]  # whose inputs are not rounded, which depends on their bits
 
 
-@pytest.mark.parametrize("case", in_suite([CASES[2], CASES[5], CASES[6], CASES[9]], CASES), ids=str)
+@pytest.mark.parametrize("case", in_suite([CASES[2], CASES[5], CASES[6]], CASES), ids=str)
 def test_adapted_layers_equal_the_reference(case: AdaptedCase) -> None:
     check_adapted(case, torch.float32, CPU)
 
@@ -151,7 +151,7 @@ def test_tokens_are_grouped_by_row_in_their_order(tokens: int, num_rows: int) ->
 def test_a_pass_is_grouped_once_for_all_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
     monkeypatch.setattr(layers, "group", lambda *args: counted.append(args) or adapters.group(*args))
-    both = Both(AdaptedCase([1, 0]), torch.float32, CPU)
+    both = Both(AdaptedCase([1, 0], outputs=16, inputs=32), torch.float32, CPU)
     x, bias, residual = both.asked
     own = TokenAdapters(torch.tensor([1, 0]))
     for _ in range(2):  # hidden states, and then their logits
