@@ -6,6 +6,7 @@ import json
 import os
 import re
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -245,11 +246,13 @@ def test_content_of_another_key_is_noticed(folder: Path) -> None:
 
 
 def test_an_adapter_is_not_read_on_when_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+
+    def update(piece: bytes) -> None:
+        read.append(piece)
+        time.sleep(0.02)
+
     monkeypatch.setattr(identity, "PIECE_BYTES", 1)
-    key, read = content_key(folder), []
-    monkeypatch.setattr(
-        identity, "blake2b", lambda digest_size: SimpleNamespace(update=read.append, digest=lambda: key)
-    )
-    check = identity.ContentCheck(folder, key)
-    check.stop()
-    assert len(read) < 100
+    monkeypatch.setattr(identity, "blake2b", lambda digest_size: SimpleNamespace(update=update, digest=bytes))
+    identity.ContentCheck(folder, b"").stop()
+    assert len(read) < 100 < sum(path.stat().st_size for path in folder.iterdir())
