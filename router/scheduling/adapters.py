@@ -116,6 +116,9 @@ class AdapterRows:
             return
         key = adapter.key
         _drop_one(self._waiting, key)
+        if key not in self._waiting:
+            self.not_wanted(key)
+            self._ahead.discard(key)
         if self._owed.get(key) is entry:
             del self._owed[key]
         if self._claim is not None and self._claim.entry is entry:

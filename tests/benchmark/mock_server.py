@@ -37,6 +37,7 @@ def mock_server(**options: object) -> Iterator[str]:
             process.kill()
 
 
+MODELS = ("mock", "race")  # names of its model; it lists the first
 ADAPTERS = ("a", "b", "c", "d")  # that it lists
 
 
@@ -86,7 +87,7 @@ class Mock:
 
     async def _generate(self, route: str, body: Any, writer: asyncio.StreamWriter) -> None:
         named = body.get("model") or body.get("parameters", {}).get("adapter_id")
-        if named not in (None, "mock", *ADAPTERS):
+        if named not in (None, *MODELS, *ADAPTERS):
             return self._write_json(writer, 404, {"error": f"the model {named} is not served here"})
         self._num_generations += 1
         number, options, came_at = self._num_generations, self._options, asyncio.get_running_loop().time()

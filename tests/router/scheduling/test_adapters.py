@@ -341,6 +341,15 @@ def test_whoever_gives_up_waiting_keeps_nobody_out() -> None:
     assert patient in world.running
 
 
+def test_what_only_one_wanted_that_waits_no_more_is_not_wanted() -> None:
+    world = world_of([10] * 2, 1)
+    impatient, _ = world.ask(0), world.ask(1)
+    world.step()
+    assert 2 == len(world.rows.wanted)
+    world.cancel(world.queue.index(impatient))  # and no step looks at those that wait before it is asked what is wanted
+    assert [adapter_of(1).key] == [adapter.key for adapter in world.rows.wanted]
+
+
 def test_requests_without_adapters_are_nobodys_business() -> None:
     rows = AdapterRows()
     entry = Asked(None)
