@@ -82,11 +82,16 @@ def cpu_flags() -> list[str]:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[1:]
 
 
-def good_dtypes() -> set[str]:
-    """The dtypes in which this CPU computes well, by their names in torch."""
+def good_dtypes(kernels: str = NONE) -> set[str]:
+    """The dtypes in which this CPU computes well, by their names in torch.
+
+    kernels: the compiled ones that are used, of `CHOICES`. They read bfloat16 in the time that its bytes take, which is
+    half of float32's, and compute no slower, whatever the processor is.
+    """
     flags = cpu_flags()
     found = {"float32"}
-    if {"avx512_bf16", "amx_bf16", "bf16"} & {*flags}:
+    has_kernels = kernels != NONE and any(kind.why_not() is None for kind in kinds_of(platform.machine()))
+    if has_kernels or {"avx512_bf16", "amx_bf16", "bf16"} & {*flags}:
         found.add("bfloat16")
     if {"avx512_fp16", "amx_fp16"} & {*flags}:
         found.add("float16")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from host import topology
-from host.cpu_kinds import EXACT
+from host.cpu_kinds import EXACT, NONE
 from server import backends
 from server.adapters.adapters import Adapters
 from server.adapters.sites import Sites
@@ -216,7 +216,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         log.warning(
             "config.json says that the head is the embedding table, and the checkpoint has another one, which is served"
         )
-    dtype, reason = choose_dtype(config.dtype, stored, device)
+    dtype, reason = choose_dtype(config.dtype, stored, device, config.cpu_kernels)
     backend = _backend(config, device, dtype, choose)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
     kv_placement = placing.choose_kv_placement(config, part, device)
@@ -322,7 +322,8 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any], choose: Choos
     quantised = formats.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
     shares = config.all_reduce == THROUGH_HOST
     device = backends.open_device(config.device, config.local_rank, config.num_sharing, shares=shares)
-    dtype, reason = choose_dtype(config.dtype, _open(config, hf_config)[1], device)
+    stored = _open(config, hf_config)[1]
+    dtype, reason = choose_dtype(config.dtype, stored, device, NONE)  # most of it is computed by torch
     backend = _backend(config, device, dtype, choose)
     if config.stage_size > 1:
         fallback.outlook(config, dtype)  # refuses before the ranks meet
@@ -354,9 +355,9 @@ def _open(
     return checkpoint, checkpoint.dtype_of_most() or torch.float16
 
 
-def choose_dtype(wanted: str | None, stored: torch.dtype, device: Device) -> tuple[torch.dtype, str]:
+def choose_dtype(wanted: str | None, stored: torch.dtype, device: Device, cpu_kernels: str) -> tuple[torch.dtype, str]:
     """What to compute in, and why."""
-    name, reason = dtype_for(wanted, _name(stored), {*map(_name, device.good_dtypes())}, device.kind)
+    name, reason = dtype_for(wanted, _name(stored), {*map(_name, device.good_dtypes(cpu_kernels))}, device.kind)
     return getattr(torch, name), reason
 
 

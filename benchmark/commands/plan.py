@@ -31,7 +31,7 @@ from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepW
 from benchmark.report.publishing import published
 from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from host.cgroups import available_bytes
-from host.cpu_kinds import good_dtypes
+from host.cpu_kinds import AUTO, good_dtypes
 from router.config import UNBOUNDED_TOTAL_TOKENS
 from router.scheduling.limits import Room
 from router.scheduling.queue import blocks_for
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _default_dtype(shape: shapes.ModelShape, device: str) -> str:
     """The published one, or on this machine what a server takes in its place."""
-    good = good_dtypes() if device == THIS and _is_cpu() else shapes.DTYPE_BYTES
+    good = good_dtypes(AUTO) if device == THIS and _is_cpu() else shapes.DTYPE_BYTES
     return dtype_for(None, shape.dtype, good, device)[0]
 
 

@@ -35,6 +35,7 @@ from benchmark.engine.schedules import (
     search,
 )
 from benchmark.result import BenchError
+from host.cpu_kinds import AUTO
 from router.scheduling.limits import Limits
 from router.shards.client import StreamedReply
 from router.text.tokenizer import ModelTokenizer
@@ -414,10 +415,11 @@ def measure_rates(args: argparse.Namespace, shape: ModelShape) -> Measured:
 
     try:
         device = backends.open_device(args.device or "auto", rank=0, world_size=1)
-        dtype = args.dtype or _good_dtype(shape, device)
+        kernels = args.cpu_kernels or AUTO
+        dtype = args.dtype or _good_dtype(shape, device, kernels)
         sizes = sizes_of(ServedModel(shape, dtype, args.quantize))
         layer_bytes = int(sizes.layers / sizes.num_layers / (args.num_shard or 1))
-        backend = backends.choose(device, getattr(torch, dtype), cpu_kernels=args.cpu_kernels or "auto")
+        backend = backends.choose(device, getattr(torch, dtype), cpu_kernels=kernels)
         link, storage = _link(args, device, layer_bytes), shape.storage(args.quantize)
         rates = rates_of(backend, getattr(torch, dtype), link, storage, has_tied_head=shape.spec.tied_head)
         # Each shard of a GPU has one of its own, and shards of a CPU share all there is.
@@ -427,9 +429,9 @@ def measure_rates(args: argparse.Namespace, shape: ModelShape) -> Measured:
         raise BenchError(str(error)) from None
 
 
-def _good_dtype(shape: ModelShape, device: Device) -> str:
+def _good_dtype(shape: ModelShape, device: Device, kernels: str) -> str:
     """The published dtype where the device computes it well, else the nearest that it does, as in the server."""
-    good = {str(dtype).removeprefix("torch.") for dtype in device.good_dtypes()}
+    good = {str(dtype).removeprefix("torch.") for dtype in device.good_dtypes(kernels)}
     return next(dtype for dtype in (shape.dtype, "bfloat16", "float16", "float32") if dtype in good)
 
 

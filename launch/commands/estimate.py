@@ -20,7 +20,7 @@ from benchmark.cost.devices import Capacity, DatasheetDevice, least_capacity
 from benchmark.cost.roofline import Pipeline, ServedModel
 from benchmark.cost.shapes import ModelShape, NamedShape
 from host.cgroups import available_bytes
-from host.cpu_kinds import good_dtypes
+from host.cpu_kinds import NONE, good_dtypes
 from launch.errors import attempt
 from launch.machine import Placement, chosen_gpus
 from launch.settings import Settings
@@ -104,7 +104,7 @@ def _of_family(
     """What a model of ours takes. stored: in words."""
     values, layout = settings.values, placement.layout
     shape = attempt(lambda: _scaled(named.shape, values), report) or named.shape
-    dtype, reason = _dtype(settings, placement, shape.dtype)
+    dtype, reason = _dtype(settings, placement, shape.dtype, settings.values["cpu_kernels"])
     quantised = None if stored == DENSE else stored
     served = ServedModel(shape, dtype, quantised, values["kv_cache_dtype"], placement.device == "cpu")
     memory, unknown = None, "what is not on the device is chosen at the start"
@@ -150,7 +150,7 @@ def _of_fallback(
         stage_sockets=("",) * layout.num_stages,
         **settings.pick(ShardConfig),
     )
-    dtype, reason = _dtype(settings, placement, shapes.published_dtype(hf_config))
+    dtype, reason = _dtype(settings, placement, shapes.published_dtype(hf_config), NONE)
     model = attempt(lambda: fallback.outlook(shard, getattr(torch, dtype)), report)
     if model is None:
         return None
@@ -164,9 +164,9 @@ def _of_fallback(
     )
 
 
-def _dtype(settings: Settings, placement: Placement, published: str) -> tuple[str, str]:
+def _dtype(settings: Settings, placement: Placement, published: str, cpu_kernels: str) -> tuple[str, str]:
     """What is computed in, and why."""
-    good, device = (good_dtypes(), "this CPU") if placement.device == "cpu" else (GPU_DTYPES, "this GPU")
+    good, device = (good_dtypes(cpu_kernels), "this CPU") if placement.device == "cpu" else (GPU_DTYPES, "this GPU")
     return dtype_for(settings.values["dtype"], published, good, device)
 
 

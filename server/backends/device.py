@@ -40,8 +40,8 @@ class Device(Protocol):
     def activate(self) -> None:
         """Make it the device of the calling thread: every thread that computes calls this first."""
 
-    def good_dtypes(self) -> set[torch.dtype]:
-        """The dtypes that the device computes well."""
+    def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
+        """The dtypes that the device computes well. cpu_kernels: those for CPUs that are used, as `--cpu-kernels`."""
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """The values as a tensor of their shape on the device, without waiting for what the device is computing."""

@@ -3,8 +3,8 @@
 `--model FOLDER` and `--gguf FILE` are the same weights, such as `python -m benchmark.race.model qwen3-0.6b FOLDER` and
 llama.cpp's converter make them; `--adapters FOLDER …` and `--loras FILE …` the same adapters, the latter converted.
 Both servers have all adapters loaded and are asked for the same prompts in turn, by one client and by eight at once:
-without an adapter, all with the same one, and each with another. Tokens a second are those behind the first of each
-answer. It prints a JSON object for each round and one of the medians.
+without an adapter, all with the same one, and each with another. Tokens a second are those of all answers together, from the
+first of any to the last of any. It prints a JSON object for each round and one of the medians.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ async def stream(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) ->
 
 
 async def rate(client: httpx2.AsyncClient, path: str, bodies: Sequence[dict[str, Any]]) -> float:
-    """Tokens a second, of all at once, from the last first token on."""
+    """Tokens a second, of all together, from the first token to the last."""
     found = await asyncio.gather(*(stream(client, path, body) for body in bodies))
-    begun, end = max(times[0] for times in found), min(times[-1] for times in found)
-    return sum(begun < at <= end for times in found for at in times) / (end - begun)
+    begun, end = min(times[0] for times in found), max(times[-1] for times in found)
+    return (sum(map(len, found)) - 1) / (end - begun)
 
 
 def ours(prompt: str, adapter: str | None) -> dict[str, Any]:

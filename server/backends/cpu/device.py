@@ -32,8 +32,8 @@ class CpuDevice:
     def activate(self) -> None:
         """All threads have it."""
 
-    def good_dtypes(self) -> set[torch.dtype]:
-        return {getattr(torch, name) for name in good_dtypes()}
+    def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
+        return {getattr(torch, name) for name in good_dtypes(cpu_kernels)}
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)

@@ -54,7 +54,7 @@ class CudaDevice:
     def activate(self) -> None:
         torch.cuda.set_device(self.torch_device)  # which CUDA keeps for each thread; others launch on the first GPU
 
-    def good_dtypes(self) -> set[torch.dtype]:
+    def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
         good = {torch.float32, torch.float16}
         if torch.cuda.is_bf16_supported(including_emulation=False):
             good.add(torch.bfloat16)

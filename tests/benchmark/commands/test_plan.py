@@ -214,7 +214,7 @@ def test_nothing_that_fits_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
 def test_this_machine_computes_in_what_a_server_would(
     good: set[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "good_dtypes", lambda: good)
+    monkeypatch.setattr(plan, "good_dtypes", lambda kernels: good)
     monkeypatch.setattr(plan, "_is_cpu", lambda: True)
     shape = shapes.shape("bloom-560m")
     assert ("float16", expected) == (plan._default_dtype(shape, "h200"), plan._default_dtype(shape, "this"))

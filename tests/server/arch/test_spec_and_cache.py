@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import resource
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from host import cpu_kinds
+from host.cpu_kinds import AUTO, NONE
 from server.arch import families
 from server.arch.footprint import BLOCKS_OF_STATE
 from server.arch.spec import Activation, Alibi, ArchSpec, Gated, KvHeads, LayerSpec, validate
@@ -82,16 +85,24 @@ def test_slopes_between_powers_come_from_the_next_higher_one() -> None:
 
 
 def test_the_checkpoints_dtype_is_kept_where_the_device_computes_it() -> None:
-    assert (torch.float32, "the checkpoint's") == choose_dtype(None, torch.float32, CPU)
+    assert (torch.float32, "the checkpoint's") == choose_dtype(None, torch.float32, CPU, AUTO)
 
 
 def test_a_wish_for_a_dtype_wins() -> None:
-    assert (torch.bfloat16, "asked for") == choose_dtype("bfloat16", torch.float32, CPU)
+    assert (torch.bfloat16, "asked for") == choose_dtype("bfloat16", torch.float32, CPU, AUTO)
+
+
+def test_compiled_kernels_compute_bfloat16_on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kinds, "cpu_flags", lambda: [*cpu_kinds.kinds_of(platform.machine())[-1].wanted])
+    assert (torch.bfloat16, "the checkpoint's") == choose_dtype(None, torch.bfloat16, CPU, AUTO)
+    assert torch.float32 == choose_dtype(None, torch.bfloat16, CPU, NONE)[0]
+    monkeypatch.setattr(cpu_kinds, "cpu_flags", list)
+    assert torch.float32 == choose_dtype(None, torch.bfloat16, CPU, AUTO)[0], "there are none for it"
 
 
 def test_a_dtype_that_the_device_computes_badly_gives_way_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuDevice, "good_dtypes", lambda device: {torch.float32})
-    dtype, reason = choose_dtype(None, torch.float16, CPU)
+    monkeypatch.setattr(CpuDevice, "good_dtypes", lambda device, kernels: {torch.float32})
+    dtype, reason = choose_dtype(None, torch.float16, CPU, AUTO)
     assert torch.float32 == dtype
     assert "this CPU does not compute the checkpoint's float16 well" == reason
 

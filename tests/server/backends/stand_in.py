@@ -315,7 +315,7 @@ class StandInDevice:
     def activate(self) -> None:
         """There is one device for all threads."""
 
-    def good_dtypes(self) -> set[torch.dtype]:
+    def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
         return {torch.float32}
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
