@@ -35,7 +35,7 @@ from benchmark.engine.schedules import (
     search,
 )
 from benchmark.result import BenchError
-from host.cpu_kinds import AUTO
+from host import cpu_kinds
 from router.scheduling.limits import Limits
 from router.shards.client import StreamedReply
 from router.text.tokenizer import ModelTokenizer
@@ -415,7 +415,7 @@ def measure_rates(args: argparse.Namespace, shape: ModelShape) -> Measured:
 
     try:
         device = backends.open_device(args.device or "auto", rank=0, world_size=1)
-        kernels = args.cpu_kernels or AUTO
+        kernels = args.cpu_kernels or cpu_kinds.AUTO
         dtype = args.dtype or _good_dtype(shape, device, kernels)
         sizes = sizes_of(ServedModel(shape, dtype, args.quantize))
         layer_bytes = int(sizes.layers / sizes.num_layers / (args.num_shard or 1))

@@ -3,8 +3,8 @@
 `--model FOLDER` and `--gguf FILE` are the same weights, such as `python -m benchmark.race.model qwen3-0.6b FOLDER` and
 llama.cpp's converter make them; `--adapters FOLDER …` and `--loras FILE …` the same adapters, the latter converted.
 Both servers have all adapters loaded and are asked for the same prompts in turn, by one client and by eight at once:
-without an adapter, all with the same one, and each with another. Tokens a second are those of all answers together, from the
-first of any to the last of any. It prints a JSON object for each round and one of the medians.
+without an adapter, all with the same one, and each with another. Tokens a second are those of all answers together,
+from the first of any to the last of any. It prints a JSON object for each round and one of the medians.
 """
 
 from __future__ import annotations
