@@ -31,10 +31,6 @@ NUM_PROMPTS, PROMPT_WORDS, TOKENS, GUESSES = 3, 64, 200, 8
 KINDS = {
     "plain": (),
     "ngram-simple": ("--spec-type", "ngram-simple"),
-    "ngram-simple, as long as ours": (
-        *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2"),
-        *("--spec-ngram-simple-size-m", str(GUESSES)),
-    ),
     "ngram-cache": ("--spec-type", "ngram-cache"),
 }
 
