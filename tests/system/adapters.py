@@ -47,6 +47,7 @@ DEMO = ROOT / "server" / "demo"
 BASE = "the base"  # an answer's adapter where it has none
 ROWS, MEMORY = 6, 0.02  # of the second server; GB
 MERGED = 3
+NAMES = ("model", "adapter")  # of what an answer says of its model
 
 
 def requests_of(count: int, adapters: Sequence[str], seed: int) -> list[tuple[str, Asked]]:
@@ -98,7 +99,7 @@ def as_of_base(asked: Asked) -> Asked:
 def without_name(answer: Any) -> Any:
     """An answer that does not say what its model is called."""
     if isinstance(answer, dict):
-        return {key: without_name(value) for key, value in answer.items() if key != "model"}
+        return {key: without_name(value) for key, value in answer.items() if key not in NAMES}
     return [without_name(one) for one in answer] if isinstance(answer, list) else answer
 
 
@@ -118,7 +119,7 @@ def unlike_merged(
 def tokens(answer: Any) -> Any:
     """What an answer has but for names and numbers that are rounded."""
     if isinstance(answer, dict):
-        return {key: tokens(value) for key, value in answer.items() if key != "model"}
+        return {key: tokens(value) for key, value in answer.items() if key not in NAMES}
     return (
         [tokens(one) for one in answer] if isinstance(answer, list) else None if isinstance(answer, float) else answer
     )
