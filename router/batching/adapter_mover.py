@@ -94,7 +94,7 @@ class AdapterMover:
 
     def renewed(self) -> None:
         """Others are here, which have read nothing."""
-        self._is_waiting = False
+        self._is_waiting, self._loss = False, None
 
     # ------------------------------------------------------------------------------------------------- for others
 
@@ -132,6 +132,7 @@ class AdapterMover:
             return ""
         if (forgetting := self._forgetting.get(key)) is not None:
             await asyncio.wait({forgetting})
+            return await self._prepared(adapter)  # for other shards may be here meanwhile
         if key not in self._reading:
             self._start(adapter)
         return await asyncio.shield(self._reading[key])

@@ -162,7 +162,9 @@ class Adapters:
             raise ValueError(str(error)) from None
 
     def _source(self, name: str) -> Source | None:
-        """Where the files of a name would be."""
+        """Where the files of a name would be; the model's own names are no adapter's."""
+        if name in self._own:
+            return None
         if (known := self._named.get(name) or self._arriving.get(name)) is not None:
             return known
         if (found := self._found.get(name)) is not None:
@@ -235,10 +237,7 @@ class Adapters:
             raise ValidationError(f"`lora_name` {harmless(name)} cannot be an adapter's: {own}")
         if len(self._named) >= MOST_NAMED and name not in self._named:
             raise ValidationError(f"{MOST_NAMED} adapters are loaded, which is the most: unload some")
-        if not in_place and (name in self._named or name in self._found):
-            raise ValidationError(
-                f"the adapter {name} is loaded already: set `load_inplace` to true to have another in its place"
-            )
+        self._refuse_taken(name, in_place=in_place)
         source = Source(name, f"{self.folder}/{path}" if not path.startswith("/") else path, self.folder)
         try:
             source.content = await self._content(source)
@@ -248,12 +247,19 @@ class Adapters:
             ) from None
         adapter = _adapter_of(name, source.content)
         if problem := await shelf.prepare(adapter):
-            raise AdapterRefused(name, problem)
+            raise AdapterRefused(name, problem, adapter.folder)
+        self._refuse_taken(name, in_place=in_place)  # by another request meanwhile
         source.looked_at = self._clock()
         self._found.pop(name, None)
         self._unloaded.pop(name, None)
         self._named[name] = source
         return adapter
+
+    def _refuse_taken(self, name: str, *, in_place: bool) -> None:
+        if not in_place and (name in self._named or name in self._found):
+            raise ValidationError(
+                f"the adapter {name} is loaded already: set `load_inplace` to true to have another in its place"
+            )
 
     async def unload(self, name: str, shelf: Shelf) -> None:
         """Have a name stand for nothing; what runs goes on. Raises UnknownModel."""

@@ -117,7 +117,7 @@ class Changes:
             elif piece.expert is not None:
                 self._change_expert(found, piece)
             if tied_to is not None and (table := self._module(tied_to)) is not None:
-                self._change_tied(found, piece, table, has_own=module is not None)
+                self._change_tied(found, piece, table, module)
         return found.change
 
     def _module(self, piece: Piece) -> Module | None:
@@ -183,11 +183,11 @@ class Changes:
         down = down[piece.expert * rank : (piece.expert + 1) * rank]
         self._low_rank(found, piece, LowRankUpdate(down, up, self._config.scale_of(key)), piece.read)
 
-    def _change_tied(self, found: Linear, piece: Piece, table: Module, *, has_own: bool) -> None:
-        """What changes a table and the head that is tied to it."""
-        if "tokens" in table.parts:
+    def _change_tied(self, found: Linear, piece: Piece, table: Module, own: Module | None) -> None:
+        """What changes a table and the head that is tied to it, unless the head has its own."""
+        if "tokens" in table.parts and (own is None or "tokens" not in own.parts):
             self._replace_tokens(found, piece, table, table.parts["tokens"])
-        if self._config.is_tied and not has_own and "table_down" in table.parts:
+        if self._config.is_tied and own is None and "table_down" in table.parts:
             down = self._take(table.parts["table_down"], (None, piece.size[0]))
             rank = self._rank(table.parts["table_down"], table.name, len(down))
             up = self._take(table.parts["table_up"], (piece.size[1], rank))

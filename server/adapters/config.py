@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from server.adapters.names import plain_name
 from server.checkpoint.files import HubError, read_json
 from server.quantisation.configs import MOST_EXPRESSION, Budget, Expression, ExpressionError, shown, whole_number
 
+MOST_BYTES = 4_000_000  # of the file: parsing it holds everything else up
 MOST_RANK = 1 << 14
 MOST_S = 5.0  # of computing, for all expressions of a config and names of layers
 MOST_PATTERNS = 100_000
@@ -84,6 +86,8 @@ class AdapterConfig:
         if not path.exists():
             raise AdapterError(f"{folder} has no {CONFIG}: give the folder of an adapter")
         try:
+            if (size := path.stat().st_size) > MOST_BYTES:
+                raise AdapterError(f"{path} has {size} bytes, and {MOST_BYTES} are the most: give another adapter")
             found = read_json(path, "what kind of adapter this is")
         except HubError as error:
             raise AdapterError(str(error)) from None
@@ -134,6 +138,7 @@ class Patterns:
     """Numbers by expressions, of which the first counts that the end of a name matches, from a dot on or whole."""
 
     def __init__(self, path: Path, key: str, numbers: Mapping[str, float], budget: Budget) -> None:
+        self._budget = budget
         self._rules: list[tuple[str, Expression | str, float]] = []  # each with a letter or more that end a match
         for text, number in numbers.items():
             if PLAIN.fullmatch(text):
@@ -152,6 +157,13 @@ class Patterns:
 
     def of(self, name: str, otherwise: float) -> float:
         """Raises ExpressionError where that takes too long."""
+        began = time.thread_time()
+        try:
+            return self._first(name, otherwise)
+        finally:
+            self._budget.spend(began)
+
+    def _first(self, name: str, otherwise: float) -> float:
         for end, pattern, number in self._rules:
             if name.endswith(end) and (_ends(name, pattern) if isinstance(pattern, str) else pattern.match(name)):
                 return number

@@ -27,9 +27,11 @@ def content_key(folder: Path, is_wanted: Callable[[], bool] = lambda: True) -> b
     digest = sha256()
     for path in content(folder):
         with opened(path) as file:
-            digest.update(f"{path.name}\0{os.fstat(file.fileno()).st_size}\0".encode())
-            while (piece := file.read(PIECE_BYTES)) and is_wanted():
+            left = os.fstat(file.fileno()).st_size  # and no more, for a file that grows as it is read has no end
+            digest.update(f"{path.name}\0{left}\0".encode())
+            while left and is_wanted() and (piece := file.read(min(left, PIECE_BYTES))):
                 digest.update(piece)
+                left -= len(piece)
     return digest.digest()[:KEY_BYTES]
 
 

@@ -340,6 +340,28 @@ async def test_nothing_is_loaded_but_from_below_the_folder(home: Path, path: str
     assert [] == list(found.names())
 
 
+async def test_of_two_that_load_one_name_at_once_one_is_refused(home: Path) -> None:
+    found = of_folder(home)
+    adapter_folder(home / "b", "b")
+    both = [found.load("mine", path, Shards(), in_place=False) for path in ("alice", "b")]
+    results = await asyncio.gather(*both, return_exceptions=True)
+    assert 1 == sum(isinstance(result, ValidationError) for result in results)
+
+
+async def test_a_folder_called_as_the_model_is_nobodys(home: Path) -> None:
+    adapter_folder(home / OWN[0], "b")
+    found = of_folder(home)
+    with pytest.raises(UnknownModel):
+        await found.find(OWN[0])
+    assert [] == list(found.names())
+
+
+async def test_what_shards_refuse_is_told_without_the_folder(home: Path) -> None:
+    found, problem = of_folder(home), f"tensor a in {home}/alice/adapter_model.safetensors has NaN"
+    with pytest.raises(ValidationError, match="cannot be served: tensor a in adapter_model.safetensors has NaN"):
+        await found.load("mine", "alice", Shards(problem), in_place=False)
+
+
 async def test_what_shards_refuse_is_not_loaded(home: Path) -> None:
     found = of_folder(home)
     with pytest.raises(ValidationError, match="the adapter mine cannot be served: it has NaN in its weights"):

@@ -272,6 +272,14 @@ def test_a_tied_head_follows_what_changes_tokens_of_the_table(tmp_path: Path) ->
     with read(tmp_path, tensors, **config) as changes:
         found = product(changes.linear([head], is_vocabulary=True, tied_to=table), WEIGHT, x, None)
         torch.testing.assert_close(found, x @ expected.t(), atol=1e-5, rtol=1e-5)
+    own = noise(1, INPUTS, seed=11)
+    tokens = {"embed_tokens": list(config["trainable_token_indices"]), "lm_head": [3]}
+    with_own = tensors | {"lm_head.token_adapter.trainable_tokens_delta": own}
+    with read(tmp_path, with_own, trainable_token_indices=tokens) as changes:  # which the table's tokens are not
+        found = product(changes.linear([head], is_vocabulary=True, tied_to=table), WEIGHT, x, None)
+        weight = WEIGHT.clone()
+        weight[3] = own[0]
+        torch.testing.assert_close(found, x @ weight.t(), atol=1e-5, rtol=1e-5)
     for is_tied in (False, True):
         with read(tmp_path, TABLE_LORA, ensure_weight_tying=is_tied) as changes:
             found = product(changes.linear([head], is_vocabulary=True, tied_to=table), WEIGHT, x, None)

@@ -133,6 +133,7 @@ def entry(**values: Any) -> bytes:
         (entry(data_offsets=[True, 9]), "has a damaged header, at tensor"),
         (entry(dtype="I8"), "is I8, and those of adapters are one of F64, F32, F16, BF16"),
         (entry(dtype="F8_E4M3"), "is F8_E4M3"),
+        (struct.pack("<Q", 1_800_007) + b'{"a":[' + b"[]," * 600_000 + b"1" + bytes(9), "has a header of more than"),
         (save({"a b": torch.ones(1, 1)}), "has a tensor whose name is no module's"),
         (save({"x.lora_E": torch.ones(1, 1)}), "has a tensor x.lora_E, which is none that is known"),
     ],
@@ -253,6 +254,6 @@ def test_an_adapter_is_not_read_on_when_it_is_refused(folder: Path, monkeypatch:
         time.sleep(0.02)
 
     monkeypatch.setattr(identity, "PIECE_BYTES", 1)
-    monkeypatch.setattr(identity, "blake2b", lambda digest_size: SimpleNamespace(update=update, digest=bytes))
+    monkeypatch.setattr(identity, "sha256", lambda: SimpleNamespace(update=update, digest=bytes))
     identity.ContentCheck(folder, b"").stop()
     assert len(read) < 100 < sum(path.stat().st_size for path in folder.iterdir())
