@@ -358,7 +358,7 @@ async def test_a_folder_called_as_the_model_is_nobodys(home: Path) -> None:
 
 async def test_what_shards_refuse_is_told_without_the_folder(home: Path) -> None:
     found, problem = of_folder(home), f"tensor a in {home}/alice/adapter_model.safetensors has NaN"
-    with pytest.raises(ValidationError, match="cannot be served: tensor a in adapter_model.safetensors has NaN"):
+    with pytest.raises(ValidationError, match=r"cannot be served: tensor a in adapter_model\.safetensors has NaN"):
         await found.load("mine", "alice", Shards(problem), in_place=False)
 
 
