@@ -133,7 +133,11 @@ def entry(**values: Any) -> bytes:
         (entry(data_offsets=[True, 9]), "has a damaged header, at tensor"),
         (entry(dtype="I8"), "is I8, and those of adapters are one of F64, F32, F16, BF16"),
         (entry(dtype="F8_E4M3"), "is F8_E4M3"),
-        (struct.pack("<Q", 1_800_007) + b'{"a":[' + b"[]," * 600_000 + b"1" + bytes(9), "has a header of more than"),
+        pytest.param(
+            struct.pack("<Q", 1_800_007) + b'{"a":[' + b"[]," * 600_000 + b"1" + bytes(9),
+            "has a header of more than 200000 tensors",
+            id="brackets",
+        ),
         (save({"a b": torch.ones(1, 1)}), "has a tensor whose name is no module's"),
         (save({"x.lora_E": torch.ones(1, 1)}), "has a tensor x.lora_E, which is none that is known"),
     ],
