@@ -82,7 +82,7 @@ def cpu_flags() -> list[str]:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[1:]
 
 
-def good_dtypes(kernels: str = NONE) -> set[str]:
+def good_dtypes(kernels: str) -> set[str]:
     """The dtypes in which this CPU computes well, by their names in torch.
 
     kernels: the compiled ones that are used, of `CHOICES`. They read bfloat16 in the time that its bytes take, which is

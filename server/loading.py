@@ -23,7 +23,7 @@ from server.adapters.sites import Sites
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.arch.stages import Stage, carried_width, stages_of
-from server.backends import Backend, Device
+from server.backends import Backend, Device, cpu
 from server.backends.cpu.device import plan_threads
 from server.backends.cpu.memory import freed_at_once
 from server.blocks import BLOCK_SIZE
@@ -216,7 +216,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         log.warning(
             "config.json says that the head is the embedding table, and the checkpoint has another one, which is served"
         )
-    dtype, reason = choose_dtype(config.dtype, stored, device, config.cpu_kernels)
+    dtype, reason = choose_dtype(config.dtype, stored, device, _cpu_kernels(config, device))
     backend = _backend(config, device, dtype, choose)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
     kv_placement = placing.choose_kv_placement(config, part, device)
@@ -290,6 +290,13 @@ def _kept(quantised: Quantisation, config: ShardConfig, device: Device, dtype: t
     """How linear layers are kept in memory."""
     is_exact = device.torch_device.type == "cpu" and (config.cpu_inputs == EXACT or dtype == torch.float32)
     return quantised.storage.with_exact_inputs() if is_exact and quantised.storage else quantised.storage
+
+
+def _cpu_kernels(config: ShardConfig, device: Device) -> str:
+    """Those that compute, as `--cpu-kernels`."""
+    if device.torch_device.type != "cpu" or config.disable_custom_kernels:
+        return NONE
+    return cpu.usable(config.cpu_kernels)
 
 
 def _backend(config: ShardConfig, device: Device, dtype: torch.dtype, choose: ChooseBackend) -> Backend:

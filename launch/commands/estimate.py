@@ -104,7 +104,8 @@ def _of_family(
     """What a model of ours takes. stored: in words."""
     values, layout = settings.values, placement.layout
     shape = attempt(lambda: _scaled(named.shape, values), report) or named.shape
-    dtype, reason = _dtype(settings, placement, shape.dtype, settings.values["cpu_kernels"])
+    kernels = NONE if values["disable_custom_kernels"] else values["cpu_kernels"]
+    dtype, reason = _dtype(settings, placement, shape.dtype, kernels)
     quantised = None if stored == DENSE else stored
     served = ServedModel(shape, dtype, quantised, values["kv_cache_dtype"], placement.device == "cpu")
     memory, unknown = None, "what is not on the device is chosen at the start"

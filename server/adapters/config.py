@@ -157,17 +157,18 @@ class Patterns:
 
     def of(self, name: str, otherwise: float) -> float:
         """Raises ExpressionError where that takes too long."""
-        began = time.thread_time()
-        try:
-            return self._first(name, otherwise)
-        finally:
-            self._budget.spend(began)
-
-    def _first(self, name: str, otherwise: float) -> float:
         for end, pattern, number in self._rules:
-            if name.endswith(end) and (_ends(name, pattern) if isinstance(pattern, str) else pattern.match(name)):
+            if name.endswith(end) and self._is_of(name, pattern):
                 return number
         return otherwise
+
+    def _is_of(self, name: str, pattern: Expression | str) -> bool:
+        if not isinstance(pattern, str):
+            return pattern.match(name)
+        began = time.thread_time()
+        found = _ends(name, pattern)
+        self._budget.spend(began)
+        return found
 
 
 def _ends(name: str, pattern: str) -> bool:

@@ -201,6 +201,17 @@ def choose(
     return OneDnnBackend([reason]) if onednn_packs(dtype) else ReferenceBackend(CpuDevice(), [reason])
 
 
+def usable(kernels: str, compilers: Sequence[str] = COMPILERS, shipped: Path = build.PORTABLE) -> str:
+    """The same, as `--cpu-kernels`, or `none` where they cannot be had."""
+    if kernels == cpu_kinds.NONE:
+        return kernels
+    try:
+        load(compilers, shipped, cpu_kinds.NAMED.get(kernels, cpu_kinds.NATIVE))
+    except BuildError:
+        return cpu_kinds.NONE
+    return kernels
+
+
 def load(
     compilers: Sequence[str] = COMPILERS, shipped: Path = build.PORTABLE, kind: Kind = cpu_kinds.NATIVE
 ) -> Kernels:

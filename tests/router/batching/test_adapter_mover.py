@@ -12,7 +12,7 @@ from router.batching.adapter_mover import GUILTY, AdapterMover, AdapterRowMetric
 from router.errors import AdapterRefused, Unavailable
 from router.scheduling.adapters import AdapterRows
 from router.scheduling.request import Failed, Finished, ValidRequest
-from router.shards.client import ShardError
+from router.shards.client import Prepared, ShardError
 from router.telemetry.metrics import Metrics
 from tests.router.batching.test_batcher import is_clean
 from tests.router.doubles import (
@@ -248,6 +248,31 @@ async def test_whoever_has_one_read_is_told_when_the_shards_are_lost() -> None:
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
+
+
+async def test_whoever_waits_for_one_to_be_forgotten_is_told_when_the_shards_are_lost() -> None:
+    asked: list[str] = []
+
+    class Forgetful:
+        async def prepare_adapter(self, key: bytes, folder: str) -> Prepared:
+            asked.append(folder)
+            if not folder:
+                await asyncio.Event().wait()
+            return Prepared(1)
+
+    mover = AdapterMover(Forgetful(), AdapterRows(1, 10, 0))
+    assert "" == await mover.prepare(adapter_of(0))
+    while not mover._forgetting:
+        await asyncio.sleep(0)
+    asking = asyncio.create_task(mover.prepare(adapter_of(0)))
+    await asyncio.sleep(0.01)
+    mover.lost()
+    with pytest.raises(Unavailable):
+        await asking
+    mover.renewed()
+    mover.check()
+    assert ["/0", ""] == asked, "the others are asked for nothing before they are here"
+    await mover.close()
 
 
 async def test_a_start_ends_with_the_first_that_cannot_be_served() -> None:

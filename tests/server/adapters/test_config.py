@@ -120,6 +120,21 @@ def test_an_expression_ends_in_a_bounded_time(tmp_path: Path, monkeypatch: pytes
     assert time.monotonic() - began < 5
 
 
+def test_names_end_in_a_bounded_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_S", 0.01)
+    found = read(tmp_path, alpha_pattern={"." * length + "abc.": 3 for length in range(2000)})
+    with pytest.raises(AdapterError, match=r"`alpha_pattern` of .* cannot be compared with the names of layers"):
+        for _ in range(100):
+            found.scale_of("x" * 4000)
+
+
+def test_a_config_that_is_no_config_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read(tmp_path)
+    monkeypatch.setattr(module, "MOST_BYTES", 10)
+    with pytest.raises(AdapterError, match=r"has \d+ bytes, and 10 are the most: give another adapter"):
+        AdapterConfig.read(tmp_path)
+
+
 def test_as_many_names_as_layers_are_no_burden(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.{part}_proj" for layer in range(100) for part in ("up", "gate", "down")]
     found, began = read(tmp_path, rank_pattern={name: 1 + place for place, name in enumerate(names)}), time.monotonic()

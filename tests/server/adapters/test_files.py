@@ -135,7 +135,7 @@ def entry(**values: Any) -> bytes:
         (entry(dtype="F8_E4M3"), "is F8_E4M3"),
         pytest.param(
             struct.pack("<Q", 1_800_007) + b'{"a":[' + b"[]," * 600_000 + b"1" + bytes(9),
-            "has a header of more than 200000 tensors",
+            "has a header for more than 100000 tensors",
             id="brackets",
         ),
         (save({"a b": torch.ones(1, 1)}), "has a tensor whose name is no module's"),
@@ -217,6 +217,21 @@ def test_what_is_no_file_in_the_folder_is_refused_without_waiting(folder: Path, 
         assert "is not a regular file inside its folder" in refusal(folder)
     with pytest.raises(OSError, match="it is no regular file"):
         content_key(folder)
+
+
+def test_a_file_that_grows_is_read_to_the_length_that_it_had(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "adapter_model.safetensors"
+    size = path.stat().st_size
+    key = content_key(folder)
+    real = os.fstat
+    path.write_bytes(path.read_bytes() + bytes(1000))  # after its length was asked for
+    monkeypatch.setattr(os, "fstat", lambda file: as_long(real(file), size))
+    assert key == content_key(folder)
+
+
+def as_long(state: os.stat_result, size: int) -> os.stat_result:
+    """A state whose size is at most so much."""
+    return os.stat_result([*state[:6], min(state.st_size, size), *state[7:]])
 
 
 def replaced(path: Path) -> None:

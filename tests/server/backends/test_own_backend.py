@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import platform
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from host import cpu_kinds
 from router.shards.client import ShardedClient
+from server import loading
 from server.backends.cpu.device import CpuDevice
 from server.backends.device import Device
 from server.backends.protocol import Backend, Norm
@@ -63,6 +69,28 @@ async def served(socket: Path) -> tuple[str, list[int]]:
     finally:
         await client.close()
         await server.stop(grace=0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [({}, "bfloat16"), ({"disable_custom_kernels": True}, "float32"), ({"cpu_kernels": "none"}, "float32")],
+    ids=str,
+)
+def test_16_bits_are_computed_where_compiled_kernels_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], expected: str
+) -> None:
+    """On a processor without instructions for them."""
+    monkeypatch.setattr(cpu_kinds, "cpu_flags", lambda: [*cpu_kinds.kinds_of(platform.machine())[-1].wanted])
+    monkeypatch.setattr(loading.cpu, "usable", lambda kernels: kernels)
+    config = json.loads((DEMO / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    threads = torch.get_num_threads()
+    try:
+        settings = {"cpu_kernels": "auto", "random_weights": True, **flags}
+        _, info = load(config_of(tmp_path, tmp_path / "shard.sock", **settings), choose_dummy)
+    finally:
+        torch.set_num_threads(threads)
+    assert expected == info.dtype
 
 
 def test_a_shard_serves_through_a_backend_of_ones_own(tmp_path: Path) -> None:

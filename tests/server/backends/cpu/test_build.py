@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from host.cpu_kinds import AUTO, NONE
 from server import backends
 from server.backends import cpu
 from server.backends.cpu import COMPILERS, Kernels
@@ -121,6 +122,11 @@ def test_ranks_that_start_together_get_the_same_library(tmp_path: Path, kernels:
     (path,) = paths
     assert [path] == list(path.parent.iterdir())
     assert Library(path).address("norm_f32")
+
+
+def test_kernels_that_cannot_be_had_are_not_usable(tmp_path: Path, kernels: Kernels) -> None:
+    assert AUTO == cpu.usable(AUTO)
+    assert [NONE, NONE] == [cpu.usable(NONE), cpu.usable(AUTO, compilers=["no-compiler"], shipped=tmp_path)]
 
 
 @pytest.mark.parametrize(
