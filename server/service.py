@@ -231,6 +231,9 @@ class ShardService(pb_grpc.ShardServicer):
     def _prepare_adapter(self, request: pb.PrepareAdapterRequest) -> pb.PrepareAdapterReply:
         if (adapters := self._engine.adapters) is None:
             return pb.PrepareAdapterReply(problem="this server was started without adapters")
+        if not request.key:
+            adapters.forget_all_but({*request.kept})
+            return pb.PrepareAdapterReply()
         if not request.folder:
             adapters.forget(request.key)
             return pb.PrepareAdapterReply()

@@ -41,6 +41,9 @@ class AdaptedShards(Protocol):
     async def prepare_adapter(self, key: bytes, folder: str) -> Prepared:
         """Have every rank read one, or without a folder forget it. Raises ShardError where a rank is lost."""
 
+    async def forget_adapters(self, kept: Iterable[bytes]) -> None:
+        """Have every rank forget all but these. Raises ShardError likewise."""
+
 
 class AdapterMover:
     """Keeps what `rows` wants at hand. shards: None where no adapters are served."""
@@ -112,10 +115,18 @@ class AdapterMover:
                 raise Unavailable("The model shards are lost, and others begin: load the adapter again") from None
 
     async def prepare_all(self, adapters: Iterable[Adapter]) -> None:
-        """Have shards that have read nothing read all once. Raises ValueError for one that cannot be served.
+        """Have the shards read all once, and nothing else at hand. Raises ValueError for one that cannot be served.
 
-        Those stay at hand that there is memory for. Where the shards are lost meanwhile, `check` says so.
+        The shards may be those of a router before this one, and have what its clients asked for. Of these adapters as
+        many stay at hand as there is memory for. Where the shards are lost meanwhile, `check` says so.
         """
+        adapters = list(adapters)
+        try:
+            if self._shards is not None:
+                await self._shards.forget_adapters([adapter.key for adapter in adapters])
+        except ShardError as error:
+            self._loss = error
+            return
         for adapter in adapters:
             try:
                 problem = await self._prepared(adapter)

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -307,7 +307,13 @@ class ShardedClient:
 
         A rank that takes longer than PREPARE_DEADLINE_S, or that fails otherwise, refuses the adapter.
         """
-        request = PrepareAdapterRequest(key=key, folder=folder)
+        return await self._prepared(PrepareAdapterRequest(key=key, folder=folder))
+
+    async def forget_adapters(self, kept: Iterable[bytes]) -> None:
+        """Have every rank forget what a router before this one had it read, but these. Raises ShardError likewise."""
+        await self._prepared(PrepareAdapterRequest(kept=kept))
+
+    async def _prepared(self, request: PrepareAdapterRequest) -> Prepared:
         calls = (rank.call("PrepareAdapter", request, PREPARE_DEADLINE_S) for rank in self._ranks)
         return prepared_of(await asyncio.gather(*calls, return_exceptions=True))
 

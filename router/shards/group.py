@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -112,6 +112,10 @@ class ShardGroup:
     async def prepare_adapter(self, key: bytes, folder: str) -> Prepared:
         """Have every rank read an adapter, or without a folder forget it. Raises ShardError where one is lost."""
         return await self._client.prepare_adapter(key, folder)
+
+    async def forget_adapters(self, kept: Iterable[bytes]) -> None:
+        """Have every rank forget all but these. Raises ShardError likewise."""
+        await self._client.forget_adapters(kept)
 
     async def health(self) -> ShardHealth:
         """Raises ShardError when a rank does not answer in time, or is known to be lost."""

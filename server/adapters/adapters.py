@@ -8,7 +8,7 @@ Left out: which adapters are read, and which are in rows; the router says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,11 @@ class Adapters:
     def forget(self, key: bytes) -> None:
         """Let go of what was read. A row that has it keeps it."""
         self._prepared.pop(key, None)
+
+    def forget_all_but(self, kept: Collection[bytes]) -> None:
+        """The same, of all others."""
+        for key in self._prepared.keys() - kept:
+            self.forget(key)
 
     def place(self, places: Iterable[tuple[int, bytes]]) -> None:
         """Have rows hold prepared adapters, or with an empty key nothing. If that fails, all of these rows are empty.

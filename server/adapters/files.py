@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from server.adapters.config import AdapterConfig, AdapterError
-from server.adapters.identity import ContentCheck, opened
+from server.adapters.identity import CONFIG, ContentCheck, opened
 from server.adapters.names import plain_name
 from server.checkpoint.files import HubError, checked_file
 
@@ -88,6 +88,7 @@ class AdapterFiles:
 
     def __init__(self, folder: Path, key: bytes | None = None) -> None:
         self.folder = folder
+        self._config_marks = _marks_of(folder / CONFIG)
         self.config = AdapterConfig.read(folder)
         self._check = None if key is None else ContentCheck(folder, key)
         self._files: list[tuple[Path, BinaryIO, os.stat_result]] = []
@@ -143,9 +144,13 @@ class AdapterFiles:
         """Raise AdapterError unless the files are what the key is of, and unchanged since they were opened."""
         assert self._check is not None, "only of an adapter whose key is known"
         try:
-            is_same = self._check.result() and all(
-                _marks(os.fstat(file.fileno())) == _marks(path.stat()) == _marks(then)
-                for path, file, then in self._files
+            is_same = (
+                self._check.result()
+                and all(
+                    _marks(os.fstat(file.fileno())) == _marks(path.stat()) == _marks(then)
+                    for path, file, then in self._files
+                )
+                and self._config_marks == _marks_of(self.folder / CONFIG)
             )
         except OSError:
             is_same = False
@@ -260,7 +265,13 @@ def _weights_of(folder: Path) -> list[Path]:
 
 
 def _marks(state: os.stat_result) -> tuple[int, ...]:
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+    """What a file has as long as nobody writes to it or puts another in its place, were it for a moment."""
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _marks_of(path: Path) -> tuple[int, ...] | None:
+    """None: there is no such file."""
+    return _marks(path.stat()) if path.exists() else None
 
 
 def _ending(part: str) -> str:

@@ -189,12 +189,14 @@ class MoveBlocksReply(_message.Message):
     def __init__(self, is_moved: _Optional[_Iterable[bool]] = ..., damaged: _Optional[int] = ..., trouble: _Optional[str] = ..., is_full: _Optional[bool] = ..., is_lost: _Optional[bool] = ...) -> None: ...
 
 class PrepareAdapterRequest(_message.Message):
-    __slots__ = ("key", "folder")
+    __slots__ = ("key", "folder", "kept")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     folder: str
-    def __init__(self, key: _Optional[bytes] = ..., folder: _Optional[str] = ...) -> None: ...
+    kept: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, key: _Optional[bytes] = ..., folder: _Optional[str] = ..., kept: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrepareAdapterReply(_message.Message):
     __slots__ = ("device_bytes", "problem")

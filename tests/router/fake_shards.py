@@ -10,7 +10,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.scheduling.queue import blocks_for
@@ -242,6 +242,10 @@ class FakeShardedClient:
         self.num_prepared += 1
         self.prepared[key] = self.adapter_sizes.get(folder, 1)
         return Prepared(self.prepared[key])
+
+    async def forget_adapters(self, kept: Iterable[bytes]) -> None:
+        self._raise_if_dead()
+        self.prepared = {key: self.prepared[key] for key in {*kept} & self.prepared.keys()}
 
     async def start_profile(self) -> None:
         self._raise_if_dead()

@@ -293,6 +293,16 @@ async def test_a_start_ends_with_the_first_that_cannot_be_served() -> None:
     await mover.close()
 
 
+async def test_a_router_that_begins_leaves_nothing_of_the_one_before_it_in_the_shards() -> None:
+    shards = shards_with()
+    before = AdapterMover(shards, AdapterRows(3, 10, 10))
+    await before.prepare_all([adapter_of(1)])
+    assert "" == await before.prepare(adapter_of(2))
+    assert {adapter_of(1).key, adapter_of(2).key} == {*shards.prepared}
+    await AdapterMover(shards, AdapterRows(3, 10, 10)).prepare_all([adapter_of(1)])
+    assert {adapter_of(1).key} == {*shards.prepared} and 2 == shards.num_prepared, "which was not read again"
+
+
 async def test_what_is_loaded_is_counted() -> None:
     async with running(shards_with(), **ROWS) as at_work:
         metrics = Metrics(at_work.limits)

@@ -260,6 +260,26 @@ def test_files_that_changed_meanwhile_are_noticed(folder: Path, change: Callable
             files.refuse_changed()
 
 
+def test_a_config_that_was_another_for_a_moment_is_noticed(folder: Path) -> None:
+    """While it was read it had another scale, and while it was compared with the key it had not."""
+    config, other = folder / "adapter_config.json", folder / "other"
+    key, honest = content_key(folder), config.read_text()
+    other.write_text(honest.replace("{", '{"lora_alpha": 99999, ', 1))
+    config.rename(folder / "aside")
+    other.rename(config)
+    real = identity.content_key
+
+    def compared(*args: Any) -> bytes:
+        config.unlink()
+        (folder / "aside").rename(config)
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "content_key", compared)
+        with closing(AdapterFiles(folder, key)) as files, pytest.raises(AdapterError, match="have changed meanwhile"):
+            files.refuse_changed()
+
+
 def test_content_of_another_key_is_noticed(folder: Path) -> None:
     with closing(AdapterFiles(folder, bytes(16))) as files, pytest.raises(AdapterError, match="have changed meanwhile"):
         files.refuse_changed()

@@ -63,6 +63,20 @@ def test_all_rows_of_a_step_are_empty_where_one_of_them_fails() -> None:
         adapters.place([(5, b"a")])
 
 
+def test_all_but_some_are_forgotten_and_rows_keep_what_they_have() -> None:
+    layers = Layers()
+    adapters = Adapters(4, 100, layers.read)
+    for key in (b"a", b"b", b"c"):
+        adapters.prepare(key, Path())
+    adapters.place([(1, b"c")])
+    adapters.forget_all_but({b"a", b"z"})
+    adapters.place([(2, b"a")])
+    for key in (b"b", b"c"):
+        with pytest.raises(ValueError, match="it is not prepared"):
+            adapters.place([(3, key)])
+    assert {1: b"c", 2: b"a"} == {row: layers.rows[0, row] for row in adapters.rows}
+
+
 def test_what_leaves_makes_room_before_anything_comes() -> None:
     layers = Layers()
     adapters = Adapters(2, 100, layers.read)
