@@ -3,7 +3,7 @@
 Plain arithmetic over keys and bytes: no clock, no wire, no tensors. The router counts adapters as it counts KV blocks,
 so that all shards hold the same and no step names one that is not there. A request is admitted once its adapter is in a
 row, and pins it there while it runs. Where rows or bytes lack, those go that nobody uses, least recently used first
-(S-LoRA, Sheng et al. 2023, arXiv 2311.03285).
+(S-LoRA, Sheng et al. 2023, arXiv 2311.03285). The hosts hold no more than their memory, and the one that comes next.
 
 Who waits gets room in the order in which requests are admitted. An adapter that a request before it needs stays, and so
 does one that came for a request until that runs: two never drive each other out in turn. Where all others are in use,
@@ -21,9 +21,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-# Adapters that requests wait for and that are prepared before there is room for them: as many as come while a step or
-# two are computed.
+# Adapters that requests wait for and that are prepared before there is a row for them: as many as come while a step or
+# two are computed, and as there is memory of hosts for; one, where there is none.
 AHEAD = 8
+MOST_SIZES = 10_000  # of adapters that were prepared once
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class AdapterRows:
         self.host_bytes = host_bytes
         self.counts = AdapterCounts()
         self.wanted: list[Adapter] = []  # to be prepared, in the order in which there should be room for them
-        self._ahead: set[bytes] = set()  # the next ones that need a row, prepared or not
+        self._ahead: dict[bytes, int] = {}  # the next ones that need a row, prepared or not: bytes, as far as known
+        self._known_sizes: dict[bytes, int] = {}  # of those that were prepared once, the latest last
         self._waiting: Counter[bytes] = Counter()  # requests that wait, by their adapters
         self._pins: Counter[bytes] = Counter()  # and those that run
         self._begin()
@@ -118,7 +120,7 @@ class AdapterRows:
         _drop_one(self._waiting, key)
         if key not in self._waiting:
             self.not_wanted(key)
-            self._ahead.discard(key)
+            self._ahead.pop(key, None)
         if self._owed.get(key) is entry:
             del self._owed[key]
         if self._claim is not None and self._claim.entry is entry:
@@ -159,14 +161,14 @@ class AdapterRows:
 
     def arrange(self, waiting: Iterable[Waiting]) -> None:
         """Find room for what those need that wait, given in the order of their admission."""
-        self.wanted, self._ahead = [], set()
+        self.wanted, self._ahead = [], {}
         missing = self._waiting.keys() - self._rows.keys()
         if not missing:
             return
         num_placed, before = 0, set[bytes]()  # adapters of the requests before
-        is_full = False
+        is_full, goes_ahead = False, True
         if self._claim is not None:
-            self._ahead.add(self._claim.key)
+            self._go_ahead(self._claim.entry)
             is_full = not self._find_room(self._claim)
         for entry in waiting:
             if (adapter := entry.adapter) is None or adapter.key in before:
@@ -175,28 +177,45 @@ class AdapterRows:
             if key not in missing:
                 continue
             missing.discard(key)
-            if key not in self._sizes:
-                self._want(adapter)
-            elif not is_full and key not in self._rows:  # nobody takes the room that one before it needs
+            if key in self._rows:  # by the claim
+                continue
+            is_ahead = goes_ahead and self._go_ahead(entry)
+            if key in self._sizes and not is_full:  # nobody takes the room that one before it needs
                 is_full = not self._find_room(_Claim(key, entry, frozenset(before)))
                 num_placed += not is_full
                 is_full |= num_placed == AHEAD
-            if key in self._sizes and key not in self._rows and len(self._ahead) < AHEAD + len(self.wanted):
-                self._ahead.add(key)
-            if not missing or (is_full and len(self.wanted) == AHEAD):
+            if key not in self._rows:
+                goes_ahead = is_ahead
+            if not missing or (is_full and not goes_ahead):
                 return
 
-    def _want(self, adapter: Adapter) -> None:
-        if len(self.wanted) < AHEAD:
+    def _go_ahead(self, entry: Waiting) -> bool:
+        """Have its adapter at hand before there is a row for it; False: there is no memory for it behind the others."""
+        adapter = entry.adapter
+        assert adapter is not None
+        key = adapter.key
+        if key in self._ahead:
+            return True
+        size = self._sizes.get(key, self._known_sizes.get(key, 0))
+        if self._ahead and (len(self._ahead) == AHEAD or sum(self._ahead.values()) + size > self._host_room):
+            return False
+        self._ahead[key] = size
+        if key not in self._sizes:
             self.wanted.append(adapter)
-            self._ahead.add(adapter.key)
+        return True
+
+    @property
+    def _host_room(self) -> int:
+        """Bytes that those may take which are in no row."""
+        return self.device_bytes - self.used_bytes if self.host_bytes is None else self.host_bytes
 
     def _find_room(self, claim: _Claim) -> bool:
         """Give an adapter a row, if need be one of another that no request needs before it does."""
         size = self._sizes[claim.key]
         gone = self._who_goes(size, claim.before)
         if any(one in self._pins for one in gone):
-            self._claim, self._leaving = claim, gone
+            if claim.key in self._ahead:
+                self._claim, self._leaving = claim, gone
             return False
         self._claim, self._leaving = None, ()
         if not self._is_room(size, gone):
@@ -243,6 +262,7 @@ class AdapterRows:
 
     def _place(self, key: bytes) -> None:
         row = self._rows[key] = self._free.pop()
+        self._ahead.pop(key, None)
         self.used_bytes += self._sizes[key]
         self.waiting_bytes -= self._sizes[key]
         self._changes[row], self._settling[key] = key, None
@@ -296,6 +316,17 @@ class AdapterRows:
         self._sizes[key] = size
         self.waiting_bytes += size
         self.not_wanted(key)
+        self._note_size(key, size)
+
+    def _note_size(self, key: bytes, size: int) -> None:
+        self._known_sizes.pop(key, None)
+        self._known_sizes[key] = size
+        if len(self._known_sizes) > MOST_SIZES:
+            del self._known_sizes[next(iter(self._known_sizes))]
+        if key in self._ahead:
+            self._ahead[key] = size
+            if sum(self._ahead.values()) > self._host_room:
+                self.wanted = []  # until it is known again which of them have room
 
     def not_wanted(self, key: bytes) -> None:
         """Nothing has to be done for an adapter now: it is at hand, or cannot be."""
@@ -303,7 +334,7 @@ class AdapterRows:
 
     def forgotten(self) -> list[bytes]:
         """What the shards are to forget, because it has no room in the memory of hosts. It is not prepared any more."""
-        room = self.device_bytes - self.used_bytes if self.host_bytes is None else self.host_bytes
+        room = self._host_room
         if self.waiting_bytes <= room:
             return []
         forgotten: list[bytes] = []

@@ -167,21 +167,47 @@ def test_whatever_happens_each_computes_with_its_own_and_all_run(
     world.finish()
 
 
-@given(st.integers(1, 4), st.lists(st.integers(0, 11), min_size=1, max_size=60))
-def test_the_hosts_hold_no_more_than_their_memory_and_what_comes_next(num_rows: int, asked: list[int]) -> None:
-    world = world_of([10] * 12, num_rows, 60, host_bytes=20)
+@given(st.integers(1, 4), st.none() | st.integers(0, 60), st.lists(st.integers(0, 11), min_size=1, max_size=60))
+def test_the_hosts_hold_no_more_than_their_memory_and_what_comes_next(
+    num_rows: int, host_bytes: int | None, asked: list[int]
+) -> None:
+    """However many wait. What leaves a row is there for the steps under way and the next one."""
+    world = world_of([10] * 12, num_rows, 40, host_bytes)
+    at_once = 2  # are read by `AdapterMover`
     for number in asked:
         world.ask(number)
+        if number % 3:
+            continue
         world.step()
-        world.prepare()
+        while world.rows.wanted:
+            world.prepare(at_once)
+            settling = sum(10 for key in world.rows._settling if key not in world.rows._rows)
+            room = 40 - world.rows.used_bytes if host_bytes is None else host_bytes
+            assert world.rows.waiting_bytes <= max(room, 10) + settling
         world.end(0)
-        settling = 10 * 2 * num_rows * 3  # of the steps under way and the next one
-        assert world.rows.waiting_bytes <= 20 + 10 * 2 * AHEAD + settling
     world.finish()
     for _ in range(3):
         world.step()
     world.forget()
-    assert world.rows.waiting_bytes <= 20
+    assert world.rows.waiting_bytes <= (40 if host_bytes is None else host_bytes)
+
+
+def test_what_has_no_room_beside_the_next_one_is_read_once_and_not_again_and_again() -> None:
+    """A row whose requests do not end, and others that wait, of whom one has memory."""
+    world = world_of([10] * 6, 1, 10, host_bytes=None)
+    world.ask(0)
+    world.step()
+    world.prepare()
+    world.step()
+    for number in (1, 2, 3, 4, 5):
+        world.ask(number)
+    num_read = 0
+    for _ in range(20):
+        world.arrange()
+        num_read += len(world.rows.wanted[:2])
+        world.prepare(2)
+    assert num_read <= 2 and world.rows.waiting_bytes == 10
+    world.finish()
 
 
 def test_who_goes_is_the_one_that_was_not_used_for_longest() -> None:
