@@ -3,7 +3,7 @@
 Plain arithmetic over keys and bytes: no clock, no wire, no tensors. The router counts adapters as it counts KV blocks,
 so that all shards hold the same and no step names one that is not there. A request is admitted once its adapter is in a
 row, and pins it there while it runs. Where rows or bytes lack, those go that nobody uses, least recently used first
-(S-LoRA, Sheng et al. 2023, arXiv 2311.03285). The hosts hold no more than their memory, and the one that comes next.
+(S-LoRA, Sheng et al. 2023, arXiv 2311.03285). The hosts hold no more than their memory, and what comes next.
 
 Who waits gets room in the order in which requests are admitted. An adapter that a request before it needs stays, and so
 does one that came for a request until that runs: two never drive each other out in turn. Where all others are in use,
@@ -80,7 +80,7 @@ class AdapterRows:
         self.host_bytes = host_bytes
         self.counts = AdapterCounts()
         self.wanted: list[Adapter] = []  # to be prepared, in the order in which there should be room for them
-        self._ahead: dict[bytes, int] = {}  # the next ones that need a row, prepared or not: bytes, as far as known
+        self._ahead: dict[bytes, int] = {}  # the next ones that need a row, prepared or not: bytes, 1 if not known yet
         self._known_sizes: dict[bytes, int] = {}  # of those that were prepared once, the latest last
         self._waiting: Counter[bytes] = Counter()  # requests that wait, by their adapters
         self._pins: Counter[bytes] = Counter()  # and those that run
@@ -196,7 +196,7 @@ class AdapterRows:
         key = adapter.key
         if key in self._ahead:
             return True
-        size = self._sizes.get(key, self._known_sizes.get(key, 0))
+        size = self._sizes.get(key, self._known_sizes.get(key, 1))
         if self._ahead and (len(self._ahead) == AHEAD or sum(self._ahead.values()) + size > self._host_room):
             return False
         self._ahead[key] = size
