@@ -139,7 +139,7 @@ class World:
         assert not self.rows._pins and not self.rows._waiting and not self.rows._owed and not self.rows._leaving
 
 
-def world_of(sizes: list[int], num_rows: int, room: int = 60, host_bytes: int | None = 0) -> World:
+def world_of(sizes: list[int], num_rows: int, room: int = 60, host_bytes: int | None = 60) -> World:
     return World(sizes, AdapterRows(num_rows, room, host_bytes))
 
 
@@ -258,7 +258,7 @@ def test_a_row_that_loses_its_adapter_for_the_bytes_alone_is_emptied_first() -> 
 
 
 def test_none_is_forgotten_before_the_shards_know_that_its_row_has_another() -> None:
-    world = world_of([10] * 2, 1)
+    world = world_of([10] * 2, 1, host_bytes=0)
     for number in (0, 1):
         world.ask(number)
         world.step()
@@ -390,7 +390,7 @@ def test_requests_without_adapters_are_nobodys_business() -> None:
 
 
 def test_one_that_is_discarded_is_the_first_to_go() -> None:
-    world = world_of([10] * 4, 3, host_bytes=0)
+    world = world_of([10] * 4, 3)
     for number in (0, 1, 2):
         world.ask(number)
     world.step()
