@@ -80,7 +80,7 @@ class AdapterRows:
         self.host_bytes = host_bytes
         self.counts = AdapterCounts()
         self.wanted: list[Adapter] = []  # to be prepared, in the order in which there should be room for them
-        self._ahead: dict[bytes, int] = {}  # the next ones that need a row, prepared or not: bytes, 1 if not known yet
+        self._ahead: dict[bytes, int] = {}  # the next ones that need a row, and their bytes, 0 before they are prepared
         self._known_sizes: dict[bytes, int] = {}  # of those that were prepared once, the latest last
         self._waiting: Counter[bytes] = Counter()  # requests that wait, by their adapters
         self._pins: Counter[bytes] = Counter()  # and those that run
@@ -196,10 +196,10 @@ class AdapterRows:
         key = adapter.key
         if key in self._ahead:
             return True
-        size = self._sizes.get(key, self._known_sizes.get(key, 1))
-        if self._ahead and (len(self._ahead) == AHEAD or sum(self._ahead.values()) + size > self._host_room):
+        held, size = sum(self._ahead.values()), self._known_sizes.get(key, 0)
+        if len(self._ahead) == AHEAD or (held and held + size > self._host_room):
             return False
-        self._ahead[key] = size
+        self._ahead[key] = self._sizes.get(key, 0)
         if key not in self._sizes:
             self.wanted.append(adapter)
         return True

@@ -139,7 +139,7 @@ class World:
         assert not self.rows._pins and not self.rows._waiting and not self.rows._owed and not self.rows._leaving
 
 
-def world_of(sizes: list[int], num_rows: int, room: int = 60, host_bytes: int | None = 60) -> World:
+def world_of(sizes: list[int], num_rows: int, room: int = 60, host_bytes: int | None = 0) -> World:
     return World(sizes, AdapterRows(num_rows, room, host_bytes))
 
 
@@ -186,7 +186,7 @@ def test_the_hosts_hold_no_more_than_their_memory_and_what_comes_next(
             world.prepare(at_once)
             settling = sum(10 for key in world.rows._settling if key not in world.rows._rows)
             room = 40 - world.rows.used_bytes if host_bytes is None else host_bytes
-            assert world.rows.waiting_bytes <= (room + 10 * at_once if room else 10) + settling
+            assert world.rows.waiting_bytes <= room + 10 * (1 + at_once) + settling
         world.end(0)
     world.finish()
     for _ in range(3):
