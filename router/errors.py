@@ -96,8 +96,7 @@ class AdapterRefused(ValidationError):
     """The adapter that the request names cannot be served. folder: its own, of which clients are told the files."""
 
     def __init__(self, name: str, problem: str, folder: str = "") -> None:
-        problem = problem.replace(f"{folder}/", "") if folder else problem
-        super().__init__(f"the adapter {name} cannot be served: {for_clients(problem)}")
+        super().__init__(f"the adapter {name} cannot be served: {_of_files(problem, folder)}")
 
 
 class MalformedBody(ValidationError):
@@ -239,6 +238,18 @@ class Unavailable(RetryLater):
 
     status = 503
     error_type = "unavailable"
+
+
+class AdapterUnavailable(Unavailable):
+    """The adapter that the request names cannot be served now. folder: as `AdapterRefused` has it."""
+
+    def __init__(self, name: str, problem: str, folder: str = "") -> None:
+        super().__init__(f"the adapter {name} cannot be served now: {_of_files(problem, folder)}")
+
+
+def _of_files(problem: str, folder: str) -> str:
+    """A problem with an adapter's files, for clients."""
+    return for_clients(problem.replace(f"{folder}/", "") if folder else problem)
 
 
 def for_clients(cause: str) -> str:

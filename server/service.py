@@ -19,7 +19,8 @@ from pathlib import Path
 import grpc
 import torch
 
-from server.adapters.config import AdapterError
+from server.adapters.adapters import Adapters
+from server.adapters.config import AdapterError, AdapterUnreadable
 from server.backends.device import StepProfiler, lost_device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.offload.cost import Times
@@ -67,6 +68,7 @@ class ShardService(pb_grpc.ShardServicer):
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=activate)
         self._finish = ThreadPoolExecutor(1, thread_name_prefix="finish", initializer=activate)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._readers: dict[bytes, object] = {}  # the last call that asked for an adapter, while it is read
         self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
         self._received = 0
         self._warmed: tuple[pb.WarmupRequest, pb.WarmupReply] | None = None
@@ -226,24 +228,32 @@ class ShardService(pb_grpc.ShardServicer):
         self, request: pb.PrepareAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.PrepareAdapterReply:
         """Read an adapter's files, or forget them, beside the steps."""
-        return await asyncio.get_running_loop().run_in_executor(self._reading, self._prepare_adapter, request)
-
-    def _prepare_adapter(self, request: pb.PrepareAdapterRequest) -> pb.PrepareAdapterReply:
         if (adapters := self._engine.adapters) is None:
             return pb.PrepareAdapterReply(problem="this server was started without adapters")
-        if not request.key:
-            adapters.forget_all_but({*request.kept})
-            return pb.PrepareAdapterReply()
-        if not request.folder:
+        if request.folder:
+            return await self._prepared(adapters, request.key, Path(request.folder))
+        if request.key:
             adapters.forget(request.key)
-            return pb.PrepareAdapterReply()
+        else:
+            adapters.forget_all_but({*request.kept})
+        return pb.PrepareAdapterReply()
+
+    async def _prepared(self, adapters: Adapters, key: bytes, folder: Path) -> pb.PrepareAdapterReply:
+        reader = self._readers[key] = object()
+        reading = asyncio.get_running_loop().run_in_executor(self._reading, _prepare, adapters, key, folder)
         try:
-            return pb.PrepareAdapterReply(device_bytes=adapters.prepare(request.key, Path(request.folder)))
-        except AdapterError as error:
-            return pb.PrepareAdapterReply(problem=str(error))
-        except Exception as error:  # this rank must outlive whatever a file makes a library raise
-            log.exception("an adapter could not be read")
-            return pb.PrepareAdapterReply(problem=f"it cannot be read ({_sentence(error)}): fetch it again")
+            reply = await reading
+        except asyncio.CancelledError:  # whoever asked has gone, or waits no longer
+            self._reading.submit(self._forget_unwanted, adapters, key, reader)
+            raise
+        if self._readers.get(key) is reader:
+            del self._readers[key]
+        return reply
+
+    def _forget_unwanted(self, adapters: Adapters, key: bytes, reader: object) -> None:
+        if self._readers.get(key) is reader:
+            del self._readers[key]
+            adapters.forget(key)
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:
         """Start a profile of the compute thread, or end it and say where its time went."""
@@ -395,6 +405,17 @@ async def serve(service: ShardService, socket_path: str) -> grpc.aio.Server:
     server.add_insecure_port(f"unix://{socket_path}")
     await server.start()
     return server
+
+
+def _prepare(adapters: Adapters, key: bytes, folder: Path) -> pb.PrepareAdapterReply:
+    try:
+        return pb.PrepareAdapterReply(device_bytes=adapters.prepare(key, folder))
+    except AdapterError as error:
+        return pb.PrepareAdapterReply(problem=str(error), may_pass=isinstance(error, AdapterUnreadable))
+    except Exception as error:  # this rank must outlive whatever a file makes a library raise
+        log.exception("an adapter could not be read")
+        problem = f"it cannot be read ({_sentence(error)}): fetch it again"
+        return pb.PrepareAdapterReply(problem=problem, may_pass=isinstance(error, OSError | MemoryError))
 
 
 def _sentence(error: BaseException) -> str:

@@ -2,8 +2,8 @@
 
 The arithmetic says what is wanted next (`router/scheduling/adapters.py`), and is told what has come; a later step then
 puts it into a row. A few are read at once. One that cannot be served is refused: the requests that wait for it end with
-the reason, and no others. A rank that is slow or fails with an adapter's files refuses it too; only where a rank is
-gone are the shards lost. Other shards have read nothing, and begin anew. What they were reading when the ones before
+the reason, and no others. That is remembered, but where a rank was slow or its disk failed; only where a rank is gone
+are the shards lost. Other shards have read nothing, and begin anew. What they were reading when the ones before
 were lost, twice, they read alone; and not at all what has then ended them once more.
 
 Left out: names and what is allowed (`router/requests/adapters.py`), how files are read (`server/adapters/`).
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -22,12 +22,13 @@ from prometheus_client import Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.errors import Unavailable
+from router.errors import AdapterUnavailable, Unavailable
 from router.scheduling.adapters import Adapter, AdapterRows
 from router.shards.client import Prepared, ShardError
 from router.telemetry.metrics import DURATION_BUCKETS
 
 MOST_AT_ONCE = 2  # adapters that are read for requests: one by a shard, and one that it goes on with
+MOST_REFUSED = 1_000  # that are remembered
 SUSPICIOUS, GUILTY = 2, 3  # losses of the shards while they read an adapter: it is read alone, or not at all
 LOADS, EVICTIONS, REFUSALS = "tgi_adapter_loads", "tgi_adapter_evictions", "tgi_adapter_refusals"
 PREPARE_DURATION = "tgi_adapter_prepare_duration"
@@ -57,14 +58,15 @@ class AdapterMover:
         self.rows = rows or AdapterRows()
         self.wake: Callable[[], None] = lambda: None  # called when something has come, or is refused
         # Called with one that cannot be served, and why: those who wait for it are to be told.
-        self.refuse: Callable[[Adapter, str], None] = lambda adapter, problem: None
+        self.refuse: Callable[[Adapter, Prepared], None] = lambda adapter, found: None
         self.num_refused = 0
         what = "Reading an adapter, seconds"
         self.durations = Histogram(PREPARE_DURATION, what, buckets=DURATION_BUCKETS, registry=None)
         self._shards = shards
         self._clock = clock
-        self._reading: dict[bytes, asyncio.Task[str]] = {}
+        self._reading: dict[bytes, asyncio.Task[Prepared]] = {}
         self._forgetting: dict[bytes, asyncio.Task[None]] = {}
+        self._refused: OrderedDict[tuple[bytes, str], str] = OrderedDict()  # why, by content and folder
         self._losses: Counter[bytes] = Counter()  # of the shards, while they read an adapter that has not come since
         self._loss: ShardError | None = None
         self._is_waiting = False  # for other shards
@@ -104,15 +106,18 @@ class AdapterMover:
     async def prepare(self, adapter: Adapter) -> str:
         """Have an adapter read that no request waits for; returns why it cannot be served, or nothing.
 
-        One after the other. Raises Unavailable where the shards are lost meanwhile.
+        One after the other. Raises Unavailable where the shards are lost meanwhile, or it may be served another time.
         """
         async with self._one_by_one:
             try:
-                return await self._prepared(adapter)
+                found = await self._prepared(adapter)
             except (ShardError, asyncio.CancelledError):
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise
                 raise Unavailable("The model shards are lost, and others begin: load the adapter again") from None
+        if found.may_pass:
+            raise AdapterUnavailable(adapter.name, found.problem, adapter.folder)
+        return found.problem
 
     async def prepare_all(self, adapters: Iterable[Adapter]) -> None:
         """Have the shards read all once, and nothing else at hand. Raises ValueError for one that cannot be served.
@@ -129,18 +134,18 @@ class AdapterMover:
             return
         for adapter in adapters:
             try:
-                problem = await self._prepared(adapter)
+                found = await self._prepared(adapter)
             except ShardError:
                 return
-            if problem:
-                raise ValueError(f"adapter {adapter.name}: {problem}")
+            if found.problem:
+                raise ValueError(f"adapter {adapter.name}: {found.problem}")
 
-    async def _prepared(self, adapter: Adapter) -> str:
+    async def _prepared(self, adapter: Adapter) -> Prepared:
         key = adapter.key
         if self._is_waiting:
             raise ShardError(0, "others begin in their place")
         if self.rows.is_prepared(key):
-            return ""
+            return Prepared(0)
         if (forgetting := self._forgetting.get(key)) is not None:
             await asyncio.wait({forgetting})
             return await self._prepared(adapter)  # for other shards may be here meanwhile
@@ -180,29 +185,40 @@ class AdapterMover:
         self._reading[adapter.key] = task
         task.add_done_callback(lambda done: self._done(adapter, done))
 
-    async def _read(self, adapter: Adapter) -> str:
-        """Why it cannot be served; empty: it is at hand. Raises ShardError."""
+    async def _read(self, adapter: Adapter) -> Prepared:
+        """It is at hand, or has a problem. Raises ShardError."""
         assert self._shards is not None
+        if problem := self._refused.get((adapter.key, adapter.folder)):
+            return Prepared(0, problem)
         if self._losses[adapter.key] >= GUILTY:
-            return f"the shards were lost {GUILTY} times while they read it"
+            return self._noted(adapter, Prepared(0, f"the shards were lost {GUILTY} times while they read it"))
         began = self._clock()
         found = await self._shards.prepare_adapter(adapter.key, adapter.folder)
         self.durations.observe(self._clock() - began)
-        problem = found.problem
-        if not problem and not self.rows.fits(found.num_bytes):
+        if not found.problem and not self.rows.fits(found.num_bytes):
             has, needs = self.rows.device_bytes / 1e9, found.num_bytes / 1e9
             problem = (
                 f"it takes {needs:.3g} GB of a device, and adapter_memory is {has:.3g} GB: raise adapter_memory, or "
                 "give it a lower rank"
             )
-        if problem:
+            found = Prepared(found.num_bytes, problem)
+        if found.problem:
             self._forget(adapter.key)  # of ranks that have read it
-        else:
-            self.rows.prepared(adapter.key, found.num_bytes)
-            del self._losses[adapter.key]
-        return problem
+            return self._noted(adapter, found)
+        self.rows.prepared(adapter.key, found.num_bytes)
+        del self._losses[adapter.key]
+        return found
 
-    def _done(self, adapter: Adapter, task: asyncio.Task[str]) -> None:
+    def _noted(self, adapter: Adapter, found: Prepared) -> Prepared:
+        """What can never be served is neither read nor logged for every request that names it."""
+        logger.warning("adapter %s in %s cannot be served: %s", adapter.name, adapter.folder, found.problem)
+        if not found.may_pass:
+            self._refused[adapter.key, adapter.folder] = found.problem
+            if len(self._refused) > MOST_REFUSED:
+                self._refused.popitem(last=False)
+        return found
+
+    def _done(self, adapter: Adapter, task: asyncio.Task[Prepared]) -> None:
         if self._reading.get(adapter.key) is not task:
             if not task.cancelled():
                 task.exception()  # of shards that are gone
@@ -211,22 +227,23 @@ class AdapterMover:
         if task.cancelled():
             return
         if (error := task.exception()) is None:
-            if problem := task.result():
-                self._refuse(adapter, problem)
+            if (found := task.result()).problem:
+                self._refuse(adapter, found)
         elif isinstance(error, ShardError):
             self._losses[adapter.key] += 1
             self._loss = error
         else:
             logger.error("adapter %s could not be read", adapter.name, exc_info=error)
-            self._refuse(adapter, "this server could not have it read, and its log says why")
+            self._refuse(
+                adapter, Prepared(0, "this server could not have it read, and its log says why", may_pass=True)
+            )
         self.pump()
         self.wake()
 
-    def _refuse(self, adapter: Adapter, problem: str) -> None:
+    def _refuse(self, adapter: Adapter, found: Prepared) -> None:
         self.num_refused += 1
-        logger.warning("adapter %s in %s cannot be served: %s", adapter.name, adapter.folder, problem)
         self.rows.not_wanted(adapter.key)
-        self.refuse(adapter, problem)
+        self.refuse(adapter, found)
 
     def _forget(self, key: bytes) -> None:
         task = asyncio.get_running_loop().create_task(self._have_forgotten(key))

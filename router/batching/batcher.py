@@ -42,7 +42,15 @@ from router.batching.adapter_mover import AdapterMover
 from router.batching.batch_view import BatchView
 from router.batching.prefix_mover import Mover
 from router.drafting.proposals import Proposal
-from router.errors import AdapterRefused, GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
+from router.errors import (
+    AdapterRefused,
+    AdapterUnavailable,
+    GenerationError,
+    IncompleteGeneration,
+    Overloaded,
+    RouterError,
+    Unavailable,
+)
 from router.scheduling.adapters import Adapter
 from router.scheduling.drain_rate import DrainRate
 from router.scheduling.grammar import Continuation, Matching
@@ -60,7 +68,7 @@ from router.scheduling.request import (
     ValidRequest,
 )
 from router.scheduling.scheduler import Scheduler
-from router.shards.client import ShardError, Shards, StepReply
+from router.shards.client import Prepared, ShardError, Shards, StepReply
 from router.shards.wire import mistake_in, planned_request, proposals_of
 from router.telemetry.metrics import Metrics, StepTrace
 from router.text.generated import FinishReason, GeneratedText
@@ -442,12 +450,13 @@ class Batcher:
         self._scheduler.add_again(again)
         return len(again)
 
-    def _refuse(self, adapter: Adapter, problem: str) -> None:
+    def _refuse(self, adapter: Adapter, found: Prepared) -> None:
         """End the requests that wait for an adapter which cannot be served."""
+        error = AdapterUnavailable if found.may_pass else AdapterRefused
         for entry in self._scheduler.waiting:
             its = entry.adapter
             if its is not None and (its.key, its.folder) == (adapter.key, adapter.folder):
-                self.end(entry, AdapterRefused(its.name, problem, its.folder))
+                self.end(entry, error(its.name, found.problem, its.folder))
 
     def _fail_all(self, error: RouterError) -> None:
         for entry in list(self._live.values()):

@@ -111,6 +111,7 @@ class Prepared:
 
     num_bytes: int  # that it takes on the device, where it takes most
     problem: str = ""  # why it cannot be served, in a sentence; empty: it can
+    may_pass: bool = False  # whether the same files may be served the next time
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +306,7 @@ class ShardedClient:
     async def prepare_adapter(self, key: bytes, folder: str) -> Prepared:
         """Have every rank read an adapter, or without a folder forget it. Raises ShardError where one is lost.
 
-        A rank that takes longer than PREPARE_DEADLINE_S, or that fails otherwise, refuses the adapter.
+        A rank that takes longer than PREPARE_DEADLINE_S, or that fails otherwise, has a problem that may pass.
         """
         return await self._prepared(PrepareAdapterRequest(key=key, folder=folder))
 
@@ -386,18 +387,18 @@ class ShardedClient:
 
 def prepared_of(answers: Sequence[Any]) -> Prepared:
     """One for each rank, in their order: `PrepareAdapterReply`, or what a call raised. Raises ShardError."""
-    most, problem = 0, ""
+    found: list[Prepared] = []
     for answer in answers:
         if isinstance(answer, ShardError | ValueError):
             if isinstance(answer, ShardError) and not answer.is_known:
                 raise answer
-            problem = problem or str(answer)
+            found.append(Prepared(0, str(answer), may_pass=True))
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            problem = problem or answer.problem
-            most = max(most, answer.device_bytes)
-    return Prepared(most, problem)
+            found.append(Prepared(answer.device_bytes, answer.problem, answer.may_pass))
+    problems = sorted((one for one in found if one.problem), key=lambda one: one.may_pass)
+    return problems[0] if problems else max(found, key=lambda one: one.num_bytes)
 
 
 def _checkpoint_blocks(replies: Sequence[Any]) -> int:

@@ -62,6 +62,10 @@ class AdapterError(ValueError):
     """Why an adapter cannot be served, in one sentence with its remedy."""
 
 
+class AdapterUnreadable(AdapterError):
+    """Its files cannot be read now, or change meanwhile: the next time it may be otherwise."""
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """What is asked of a config. The ranks are what the tensors must have."""

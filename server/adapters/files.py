@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from server.adapters.config import AdapterConfig, AdapterError
+from server.adapters.config import AdapterConfig, AdapterError, AdapterUnreadable
 from server.adapters.identity import CONFIG, ContentCheck, opened
 from server.adapters.names import plain_name
 from server.checkpoint.files import HubError, checked_file
@@ -108,7 +108,7 @@ class AdapterFiles:
         except HubError as error:
             raise AdapterError(str(error)) from None
         except OSError as error:
-            raise AdapterError(f"{path} cannot be read ({error.strerror}): give another adapter") from None
+            raise AdapterUnreadable(f"{path} cannot be read ({error.strerror}): give another adapter") from None
         state = os.fstat(file.fileno())
         self._files.append((path, file, state))
         for name, entry in _entries(path, file, state.st_size, len(self._files) - 1):
@@ -141,7 +141,7 @@ class AdapterFiles:
         return f"tensor {name} in {self._files[self._stored[name].file][0]}"
 
     def refuse_changed(self) -> None:
-        """Raise AdapterError unless the files are what the key is of, and unchanged since they were opened."""
+        """Raise AdapterUnreadable unless the files are what the key is of, and unchanged since they were opened."""
         assert self._check is not None, "only of an adapter whose key is known"
         try:
             is_same = (
@@ -155,7 +155,7 @@ class AdapterFiles:
         except OSError:
             is_same = False
         if not is_same:
-            raise AdapterError(f"the files of {self.folder} have changed meanwhile: ask for the adapter once more")
+            raise AdapterUnreadable(f"the files of {self.folder} have changed meanwhile: ask for the adapter once more")
 
     def read(self, name: str, shape: Sequence[int | None], rows: tuple[int, int] | None = None) -> Tensor:
         """A tensor, or half-open rows of it, as it is stored. None in a shape: any number."""
@@ -187,9 +187,9 @@ class AdapterFiles:
             while view and (count := os.preadv(file.fileno(), [view], place)):
                 view, place = view[count:], place + count
         except OSError as error:
-            raise AdapterError(f"{path} cannot be read ({error.strerror}): {BAD_FILE}") from None
+            raise AdapterUnreadable(f"{path} cannot be read ({error.strerror}): {BAD_FILE}") from None
         if view:
-            raise AdapterError(f"{path} ends within {name}: {BAD_FILE}")
+            raise AdapterUnreadable(f"{path} ends within {name}: {BAD_FILE}")  # as its header says it did not
         shape = (last - first, *stored.shape[1:])
         return torch.frombuffer(data, dtype=stored.dtype).view(shape) if data else torch.empty(shape)
 

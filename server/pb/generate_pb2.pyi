@@ -199,12 +199,14 @@ class PrepareAdapterRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., folder: _Optional[str] = ..., kept: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrepareAdapterReply(_message.Message):
-    __slots__ = ("device_bytes", "problem")
+    __slots__ = ("device_bytes", "problem", "may_pass")
     DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    MAY_PASS_FIELD_NUMBER: _ClassVar[int]
     device_bytes: int
     problem: str
-    def __init__(self, device_bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+    may_pass: bool
+    def __init__(self, device_bytes: _Optional[int] = ..., problem: _Optional[str] = ..., may_pass: _Optional[bool] = ...) -> None: ...
 
 class AdapterPlace(_message.Message):
     __slots__ = ("row", "key")

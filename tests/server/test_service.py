@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 import torch
 
+from server.adapters.adapters import Adapters
+from server.adapters.config import AdapterUnreadable
 from server.config import ShardConfig
 from server.loading import load
 from server.pb import generate_pb2 as pb
@@ -279,3 +284,35 @@ async def test_limits_that_no_router_sends_are_refused(shard: Served, wanted: pb
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Warmup(wanted)
         assert (grpc.StatusCode.INVALID_ARGUMENT, sentence) == (raised.value.code(), raised.value.details())
+
+
+async def test_what_is_read_for_somebody_who_waits_no_longer_is_forgotten(shard: Served) -> None:
+    goes_on, began = Event(), Event()
+
+    def read(key: bytes, folder: Path) -> list[Any]:
+        if folder.name == "slow":
+            began.set()
+            goes_on.wait(30)
+        if folder.name == "unreadable":
+            raise AdapterUnreadable("its disk is gone")
+        return []
+
+    async with shard as (stub, service):
+        service._engine.adapters = adapters = Adapters(2, 100, read)
+
+        async def prepare(key: bytes, folder: str = "", timeout: float = 30) -> pb.PrepareAdapterReply:
+            reply: pb.PrepareAdapterReply
+            reply = await stub.PrepareAdapter(pb.PrepareAdapterRequest(key=key, folder=folder), timeout=timeout)
+            return reply
+
+        await prepare(b"fast", "/fast")
+        calls = [asyncio.create_task(prepare(key, "/slow", timeout=0.3)) for key in (b"slow", b"slower", b"wanted")]
+        await asyncio.gather(*calls, return_exceptions=True)
+        again = asyncio.create_task(prepare(b"slow", "/slow"))  # by another one, behind the one that waits no longer
+        await prepare(b"fast")  # which waits for no disk
+        assert began.is_set() and not adapters._prepared
+        goes_on.set()
+        assert not (await again).problem
+        assert [b"slow"] == [*adapters._prepared] and not service._readers
+        reply = await prepare(b"bad", "/unreadable")
+        assert "its disk is gone" == reply.problem and reply.may_pass

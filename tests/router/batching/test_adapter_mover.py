@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.batching.adapter_mover import GUILTY, AdapterMover, AdapterRowMetrics
-from router.errors import AdapterRefused, Unavailable
+from router.errors import AdapterRefused, AdapterUnavailable, Unavailable
 from router.scheduling.adapters import AdapterRows
 from router.scheduling.request import Failed, Finished, ValidRequest
 from router.shards.client import Prepared, ShardError
@@ -128,6 +128,34 @@ async def test_one_that_cannot_be_served_ends_those_who_wait_for_it_and_nobody_e
     [error] = {type(e.error) for events in ends for e in events if isinstance(e, Failed)}
     assert AdapterRefused is error and 422 == error.status
     assert is_settled(at_work) and 2 == at_work.adapters.num_refused
+
+
+@pytest.mark.parametrize(
+    ("may_pass", "status", "words", "reads"),
+    [(False, 422, "cannot be served: it is damaged", 1), (True, 503, "cannot be served now: it is damaged", 2)],
+)
+async def test_what_can_never_be_served_is_read_once_and_what_may_pass_again(
+    may_pass: bool, status: int, words: str, reads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards, folders = shards_with(), []
+    prepare = shards.prepare_adapter
+
+    async def prepare_adapter(key: bytes, folder: str) -> Prepared:
+        folders.append(folder)
+        return Prepared(0, "it is damaged", may_pass) if folder == "/0" else await prepare(key, folder)
+
+    shards.prepare_adapter = prepare_adapter
+    async with running(shards, **ROWS) as at_work:
+        for _ in range(2):
+            [failed] = await events_of(at_work.batcher.submit(request_of(4, 5, adapter=adapter_of(0))))
+            assert isinstance(failed, Failed) and status == failed.error.status and words in str(failed.error)
+        if may_pass:
+            with pytest.raises(AdapterUnavailable, match=words):
+                await at_work.adapters.prepare(adapter_of(0))
+        else:
+            assert "it is damaged" == await at_work.adapters.prepare(adapter_of(0))
+    assert reads + may_pass == folders.count("/0") == sum("cannot be served" in line for line in caplog.messages)
+    assert is_settled(at_work)
 
 
 async def test_one_that_is_larger_than_the_budget_is_refused_with_both_and_a_remedy() -> None:
@@ -280,7 +308,9 @@ async def test_a_start_ends_with_the_first_that_cannot_be_served() -> None:
     mover = AdapterMover(shards, AdapterRows(3, 10, 2))
     with pytest.raises(ValueError, match="adapter adapter-2: it is damaged"):
         await mover.prepare_all([adapter_of(number) for number in range(5)])
+    await mover.close()
     shards.adapter_problems.clear()
+    mover = AdapterMover(shards, AdapterRows(3, 10, 2))
     await mover.prepare_all([adapter_of(number) for number in range(5)])
     while mover._forgetting:
         await asyncio.sleep(0)

@@ -256,7 +256,9 @@ def test_what_ranks_say_of_an_adapter_is_taken_together() -> None:
     replies = [pb.PrepareAdapterReply(device_bytes=count) for count in (3, 9, 4)]
     assert Prepared(9) == prepared_of(replies)
     refusals = [ShardError(1, "it does not answer"), pb.PrepareAdapterReply(problem="it is damaged")]
-    assert "shard 1: it does not answer" == prepared_of([replies[0], *refusals]).problem
+    assert Prepared(0, "it is damaged") == prepared_of([replies[0], *refusals])
+    assert Prepared(0, "shard 1: it does not answer", may_pass=True) == prepared_of([replies[0], refusals[0]])
+    assert Prepared(0, "shard 1: it does not answer", may_pass=True) == prepared_of([*replies, ValueError(refusals[0])])
     lost = ShardError(2, "its connection ended", is_known=False)
     with pytest.raises(ShardError, match="shard 2"):
         prepared_of([*refusals, lost])
