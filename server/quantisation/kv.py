@@ -3,8 +3,8 @@
 A row is one token's key, or value, of one kv head; a cache of one part has keys alone. A format says how many elements
 a row takes, and how rows are written and read in stock operators, which defines correct: quantise on writing,
 dequantise on reading. What a row is stored as depends on nothing but the row, so that neither neighbours nor the number
-of ranks change it. No code that is stored stands for NaN or infinity: a weight of zero must silence whatever a slot
-holds.
+of ranks change it. Nothing that is stored stands for NaN or infinity: a weight of zero must silence whatever a slot
+holds, were it written by an adapter that somebody made for that.
 
 int8 has one scale for each row, because nothing is known of later tokens when the first is stored. The scales are
 bfloat16, which has float32's range: in float16, those of rows below 0.008 would lose bits. float8 (Micikevicius et al.
@@ -27,6 +27,7 @@ from torch import Tensor
 
 SCALE_BYTES = 2  # of a row in int8
 LARGEST_INT8 = 127.0  # -128 would have no opposite
+MOST_COMPUTED = 2.0**64  # larger numbers are taken for it, so that products with a query's are finite too
 MOST_INT8 = 2.0**127  # larger numbers are taken for it, so that what is read stays finite in bfloat16
 
 
@@ -70,8 +71,9 @@ class AsComputed(KvFormat):
         heads = torch.arange(kv_heads, device=kv.device)
         first = slots // block_size * kv_heads * block_size + slots % block_size  # [T], of the first kv head
         rows = first.unsqueeze(1) + heads * block_size  # [T, K]
+        most = min(MOST_COMPUTED, torch.finfo(kv.dtype).max)
         for flat, x in zip(kv.view(parts, -1, head_dim), _given(k, v), strict=True):
-            flat.index_copy_(0, rows.flatten(), x.flatten(0, 1))
+            flat.index_copy_(0, rows.flatten(), x.flatten(0, 1).nan_to_num(0.0).clamp_(-most, most))
 
     def expand(self, raw: Tensor, head_dim: int, part: int) -> Tensor:
         return raw.unflatten(-1, (-1, head_dim))

@@ -12,6 +12,7 @@ from server.backends.protocol import Scores, StepMeta
 from server.backends.reference.attention import BatchedAttention, ReferenceAttention, _groups
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.layers.position import alibi_slopes
+from server.quantisation.kv import AS_COMPUTED
 from tests.combinations import all_pairs
 
 SLOPES = tuple(alibi_slopes(8, Alibi()))
@@ -78,6 +79,25 @@ def test_batched_equals_reference(step: str, kind: str, kv_heads: int, head_dim:
         backend.write(cache, k, v, meta)
         outputs.append(backend.attend(q, cache, meta, window))
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -3e38])
+@pytest.mark.parametrize("kind", ["plain", "sinks"])
+def test_whatever_others_have_left_behind_a_context_changes_nothing(kind: str, poison: float) -> None:
+    """A sequence whose adapter computes what are no numbers has written to blocks that others have now."""
+    meta, attention = step_of(STEPS["decodes, a chunk and a fresh prompt"], 64, seed=3), BatchedAttention(SCORES[kind])
+    generator = torch.Generator().manual_seed(1)
+    seen = {
+        int(table[place // BLOCK_SIZE]) * BLOCK_SIZE + place % BLOCK_SIZE
+        for table, length in zip(meta.block_tables, meta.context_lengths, strict=True)
+        for place in range(length)
+    }
+    slots = torch.tensor([slot for slot in range(64 * BLOCK_SIZE) if slot not in seen])
+    q, kv = torch.randn(meta.query_starts[-1], 8, 16, generator=generator), torch.randn(2, 64, 2, BLOCK_SIZE, 16, generator=generator)
+    expected = attention.attend(q, kv, meta, 0)
+    rows = torch.full((len(slots), 2, 16), poison)
+    AS_COMPUTED.write(kv, rows, rows, slots)
+    assert torch.equal(expected, attention.attend(q, kv, meta, 0))
 
 
 def test_write_touches_the_named_slots_alone() -> None:
