@@ -14,6 +14,7 @@ Shapes: r rank, D inputs, F outputs, n outputs of this rank, V tokens, Vl tokens
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,14 +89,29 @@ class Linear:
 class Changes:
     """One adapter's changes of a rank's layers. Raises AdapterError for what fits no layer.
 
-    dtype: the model's. After all layers were asked for, `refuse_leftovers` tells of tensors that none has taken.
+    dtype: the model's; budget: bytes that its changes may take. After all layers were asked for, `refuse_leftovers`
+    tells of tensors that none has taken.
     """
 
-    def __init__(self, files: AdapterFiles, dtype: torch.dtype) -> None:
+    def __init__(self, files: AdapterFiles, dtype: torch.dtype, budget: float = math.inf) -> None:
         self._files = files
         self._config = files.config
         self._dtype = dtype
+        self._budget, self._left = budget, budget
         self._taken: set[str] = set()
+
+    def spend(self, nbytes: int) -> None:
+        """Take them from the budget. Raises AdapterError where it has less."""
+        self._require(nbytes)
+        self._left -= nbytes
+
+    def _require(self, nbytes: int) -> None:
+        """Raise AdapterError where the budget has less, before that is computed which takes so much."""
+        if nbytes > self._left:
+            raise AdapterError(
+                f"it takes more than {self._budget / 1e9:.3g} GB of a device, which is adapter_memory: raise "
+                "adapter_memory, or give it a lower rank"
+            )
 
     def linear(
         self,
@@ -226,7 +242,7 @@ class Changes:
         chunks = _chunks(ranges)
         differing = [(read([part]).to(self._dtype) != piece.read([part]).to(self._dtype)).any(dim=1) for part in chunks]
         if differing:
-            places = torch.cat(differing).nonzero().flatten()
+            places = _filled(torch.cat(differing).nonzero().flatten(), piece.columns[1] - piece.columns[0])
             self._put_rows(found, piece, places, read(ranges)[places])
         return read
 
@@ -242,6 +258,7 @@ class Changes:
         if stop - first == len(places):
             found.parts.append(LowRank(piece.first + first, None, rows, 1.0))
             return
+        self._require((stop - first) * len(places) * self._dtype.itemsize)
         up = torch.zeros(stop - first, len(places), dtype=self._dtype)
         up[places - first, torch.arange(len(places))] = 1
         found.parts.append(LowRank(piece.first + first, rows, up, 1.0))
@@ -335,6 +352,7 @@ class Changes:
             up = up * gain
             if replaced.rows is not None:
                 replaced = replace(replaced, rows=(replaced.rows.float() * gain).to(self._dtype))
+        self._require((stop - start) * rank * self._dtype.itemsize)
         own = torch.zeros(stop - start, rank, dtype=self._dtype)
         own[: max(0, min(stop, num_tokens) - start)] = down[:, start:stop].t()
         return replace(replaced, down=own, up=up.to(self._dtype).contiguous(), scale=scale, gain=gain)
@@ -473,6 +491,17 @@ def _places(ids: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
         for own in [((ids >= start) & (ids < stop)).nonzero().flatten()]
     ]
     return torch.cat([places for places, _ in found]), torch.cat([own for _, own in found])
+
+
+def _filled(places: Tensor, width: int) -> Tensor:
+    """Ascending places of rows of so many numbers; those between them too, where all rows take less than these do.
+
+    These need a matrix beside them that puts each in its place.
+    """
+    if not len(places):
+        return places
+    first, span = int(places[0]), int(places[-1] - places[0]) + 1
+    return torch.arange(first, first + span) if len(places) * (width + span) > span * width else places
 
 
 def _replacing(ids: Sequence[Tensor], rows: Sequence[Tensor]) -> EmbeddingChange:

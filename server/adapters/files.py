@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,11 +84,12 @@ class Module:
 class AdapterFiles:
     """An adapter's config and tensors. Raises AdapterError for all that is not as it must be.
 
-    key: of the content, for `refuse_changed`. What is read is finite. Files stay open until `close`.
+    key: of the content, for `refuse_changed`. largest: that what is read may have. Files stay open until `close`.
     """
 
-    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+    def __init__(self, folder: Path, key: bytes | None = None, largest: float = sys.float_info.max) -> None:
         self.folder = folder
+        self._largest = largest
         self._config_marks = _marks_of(folder / CONFIG)
         self.config = AdapterConfig.read(folder)
         self._check = None if key is None else ContentCheck(folder, key)
@@ -170,8 +172,10 @@ class AdapterFiles:
         if name in self._held:
             return self._held[name][first:last]
         tensor = self._bytes(name, stored, first, last)
-        if tensor.numel() and not all(math.isfinite(end) for end in torch.aminmax(tensor)):  # of which NaN is both
-            raise AdapterError(f"{self.told(name)} has NaN or infinity: {BAD_FILE}")
+        if tensor.numel() and not all(abs(float(end)) <= self._largest for end in torch.aminmax(tensor)):  # NaN is both
+            raise AdapterError(
+                f"{self.told(name)} has NaN or infinity, or a number above {self._largest:.3g}: {BAD_FILE}"
+            )
         if rows is None:
             self._held[name] = tensor
             if len(self._held) > MOST_HELD:

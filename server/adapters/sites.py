@@ -17,7 +17,6 @@ from torch import Tensor
 
 from server.adapters.adapters import Change
 from server.adapters.changes import Changes
-from server.adapters.config import AdapterError
 from server.adapters.files import AdapterFiles
 from server.backends.protocol import (
     AdaptedExperts,
@@ -202,17 +201,12 @@ class Sites:
 
     def read(self, key: bytes, folder: Path) -> list[Change]:
         """What an adapter makes of these layers. Raises AdapterError."""
-        with closing(AdapterFiles(folder, key)) as files:
-            changes, left, found = Changes(files, self.dtype), self.budget, []
+        with closing(AdapterFiles(folder, key, torch.finfo(self.dtype).max)) as files:
+            changes, found = Changes(files, self.dtype, self.budget), []
             for site in self.all:
                 if (change := site.find(changes)) is not None:
+                    changes.spend(change.nbytes)  # before more of it is read
                     found.append((site.layer, change))
-                    left -= change.nbytes
-                if left < 0:  # before more of it is read
-                    raise AdapterError(
-                        f"it takes more than {self.budget / 1e9:.3g} GB of a device, which is adapter_memory: raise "
-                        "adapter_memory, or give it a lower rank"
-                    )
             changes.refuse_leftovers(self.elsewhere)
             files.refuse_changed()
         return [Placed(layer, layer.stage(change)) for layer, change in found]

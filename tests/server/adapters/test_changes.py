@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +34,9 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 @contextmanager
-def read(folder: Path, tensors: Tensors, dtype: torch.dtype = torch.float32, **config: Any) -> Iterator[Changes]:
+def read(
+    folder: Path, tensors: Tensors, dtype: torch.dtype = torch.float32, budget: float = math.inf, **config: Any
+) -> Iterator[Changes]:
     """An adapter with these tensors, whose names are without what stands before all."""
     known = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA} | config
     (folder / "adapter_config.json").write_text(json.dumps(known))
@@ -42,7 +45,7 @@ def read(folder: Path, tensors: Tensors, dtype: torch.dtype = torch.float32, **c
     )
     files = AdapterFiles(folder)
     try:
-        yield Changes(files, dtype)
+        yield Changes(files, dtype, budget)
     finally:
         files.close()
 
@@ -226,6 +229,31 @@ def test_more_tokens_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     tensors = {f"{HEAD}.weight": noise(OUTPUTS + 1, INPUTS)}
     with read(tmp_path, tensors) as changes, pytest.raises(AdapterError, match=r"is of 13 tokens, and .* with 12"):
         changes.linear([of_vocabulary(OUTPUTS)[1]], is_vocabulary=True)
+
+
+@pytest.mark.parametrize("step", [2, 90])
+def test_rows_here_and_there_take_no_more_than_all_of_them(tmp_path: Path, step: int) -> None:
+    """Every second token, as training in few bits leaves the others; or a few, which take a matrix of their places."""
+    table, x = of_vocabulary(200)[0], noise(3, INPUTS, seed=9)
+    own = table.clone()
+    own[10::step] += 1
+    with read(tmp_path, {f"{HEAD}.weight": own}) as changes:
+        change = changes.linear([of_vocabulary(200)[1]], is_vocabulary=True)
+    assert change is not None and change.nbytes <= own.nbytes + 4 * len(own)
+    torch.testing.assert_close(product(change, table, x, None), x @ own.t(), atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_larger_than_the_budget_is_not_made_first(tmp_path: Path) -> None:
+    """A small file of which a large matrix would become."""
+    few = {"trainable_token_indices": [0, 9_999], "budget": 10_000}
+    table = piece_of(torch.zeros(10_000, INPUTS), None, [(0, 10_000)], (0, INPUTS), TABLE)
+    head = piece_of(torch.zeros(10_000, INPUTS), None, [(0, 10_000)], (0, INPUTS), HEAD)
+    wide = {f"{TABLE}.lora_embedding_A": noise(RANK, 1), f"{TABLE}.lora_embedding_B": noise(INPUTS, RANK)}
+    with read(tmp_path, wide, budget=10_000) as changes, pytest.raises(AdapterError, match="more than 1e-05 GB"):
+        changes.embedding(table)
+    tokens = {f"{HEAD}.token_adapter.trainable_tokens_delta": noise(2, INPUTS)}
+    with read(tmp_path, tokens, **few) as changes, pytest.raises(AdapterError, match="more than 1e-05 GB"):
+        changes.linear([head])
 
 
 TABLE_DOWN, TABLE_UP, LENGTHS = noise(RANK, OUTPUTS, seed=4), noise(INPUTS, RANK, seed=4), noise(INPUTS).abs() + 0.5

@@ -147,6 +147,13 @@ def test_a_damaged_header_is_one_sentence(folder: Path, content: bytes, expected
     assert expected in refusal(folder)
 
 
+def test_what_the_model_s_numbers_cannot_say_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, LORA | {f"{Q}.lora_B.weight": torch.full((3, 4), -70_000.0)})
+    with closing(AdapterFiles(tmp_path, largest=torch.finfo(torch.float16).max)) as files:
+        with pytest.raises(AdapterError, match=r"has NaN or infinity, or a number above 6\.55e\+04"):
+            files.read(f"{Q}.lora_B.weight", (3, 4))
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_named(tmp_path: Path, number: float, open_files: Open) -> None:
     bad = LORA[f"{Q}.lora_B.weight"].clone()

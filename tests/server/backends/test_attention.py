@@ -93,7 +93,10 @@ def test_whatever_others_have_left_behind_a_context_changes_nothing(kind: str, p
         for place in range(length)
     }
     slots = torch.tensor([slot for slot in range(64 * BLOCK_SIZE) if slot not in seen])
-    q, kv = torch.randn(meta.query_starts[-1], 8, 16, generator=generator), torch.randn(2, 64, 2, BLOCK_SIZE, 16, generator=generator)
+    q, kv = (
+        torch.randn(meta.query_starts[-1], 8, 16, generator=generator),
+        torch.randn(2, 64, 2, BLOCK_SIZE, 16, generator=generator),
+    )
     expected = attention.attend(q, kv, meta, 0)
     rows = torch.full((len(slots), 2, 16), poison)
     AS_COMPUTED.write(kv, rows, rows, slots)
