@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from server.adapters.config import AdapterError
-from server.adapters.files import AdapterFiles, Module
+from server.adapters.files import AdapterFiles, Module, runs
 from server.adapters.names import experts_of, plain_name
 from server.backends.protocol import EmbeddingChange, LinearChange, LowRank, NormChange
 from server.checkpoint.formats.protocol import Ranges
@@ -223,8 +223,8 @@ class Changes:
             found.multiply(piece.first, gain)
             up = up.float() * gain.unsqueeze(1)
         if len(up):
-            down = own.down[:, columns].to(self._dtype).contiguous()
-            found.parts.append(LowRank(piece.first, down, up.to(self._dtype).contiguous(), own.scale))
+            down = _rounded(own.down[:, columns], self._dtype)
+            found.parts.append(LowRank(piece.first, down, _rounded(up, self._dtype), own.scale))
         if own.up_bias is not None and piece.columns[0] == 0:
             found.add(piece.first, own.scale * _rows(own.up_bias, rows).float())
 
@@ -475,6 +475,17 @@ def _ranges(outputs: int, piece: Piece) -> Ranges:
 def _rows(whole: Tensor, ranges: Ranges) -> Tensor:
     found = [whole[start:stop] for start, stop in ranges]
     return torch.cat(found) if len(found) != 1 else found[0]
+
+
+def _rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in another dtype, contiguous."""
+    numbers = numbers.contiguous()
+    if numbers.dtype == dtype:
+        return numbers
+    found = torch.empty(numbers.shape, dtype=dtype)
+    for into, run in zip(runs(found), runs(numbers), strict=True):
+        into.copy_(run)
+    return found
 
 
 def _chunks(ranges: Ranges) -> Ranges:

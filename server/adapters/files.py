@@ -40,6 +40,7 @@ MOST_HEADER = 16_000_000  # bytes
 MOST_TENSORS = 100_000
 MARKS = 12  # of a tensor in a header: brackets, colons and commas
 MOST_DIMENSIONS = 8
+SERIAL = 1 << 15  # numbers: torch's grain size
 DTYPES = MappingProxyType({"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 # What a module's tensor is, by how its name ends; `weight` and `bias` are in place of the base's.
 PARTS = MappingProxyType(
@@ -172,7 +173,8 @@ class AdapterFiles:
         if name in self._held:
             return self._held[name][first:last]
         tensor = self._bytes(name, stored, first, last)
-        if tensor.numel() and not all(abs(float(end)) <= self._largest for end in torch.aminmax(tensor)):  # NaN is both
+        ends = (float(end) for run in runs(tensor) for end in torch.aminmax(run))  # NaN is both
+        if not all(abs(end) <= self._largest for end in ends):
             raise AdapterError(
                 f"{self.told(name)} has NaN or infinity, or a number above {self._largest:.3g}: {BAD_FILE}"
             )
@@ -276,6 +278,16 @@ def _marks(state: os.stat_result) -> tuple[int, ...]:
 def _marks_of(path: Path) -> tuple[int, ...] | None:
     """None: there is no such file."""
     return _marks(path.stat()) if path.exists() else None
+
+
+def runs(tensor: Tensor) -> Sequence[Tensor]:
+    """The numbers of a contiguous tensor, as many at a time as torch does not divide among threads.
+
+    These would have to wait for those that compute, and for the one that the content is compared by.
+    """
+    if tensor.numel() <= SERIAL:
+        return (tensor,) if tensor.numel() else ()
+    return tensor.view(-1).split(SERIAL)
 
 
 def _ending(part: str) -> str:

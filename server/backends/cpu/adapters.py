@@ -125,7 +125,9 @@ class _Staging:
         return StagedChange(fields=fields, kept=kept)
 
     def _zeros(self, num_bytes: int) -> Tensor:
-        return self._pool.empty(torch.Size([num_bytes]), torch.uint8).zero_()
+        found = self._pool.empty(torch.Size([num_bytes]), torch.uint8)
+        ctypes.memset(found.data_ptr(), 0, num_bytes)  # on this thread, as torch would not
+        return found
 
     def _by_panel(self, values: Tensor | None) -> Tensor | None:
         """[rows of the weight] → [panel][32] float32, as the panels have them."""
