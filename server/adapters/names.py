@@ -9,8 +9,8 @@ from __future__ import annotations
 WRAPPERS = frozenset({"base_model", "model", "transformer", "language_model", "text_model", "gpt_neox", "backbone"})
 # In transformers 5: of mixtures such as Mixtral, and the head of GPT-NeoX.
 RENAMED = {"block_sparse_moe": "mlp", "embed_out": "lm_head"}
-ROUTERS = ("mlp.router", "mlp.router.layer")  # of some mixtures, on one of both sides; on the other as all call theirs
-ROUTER = "mlp.gate"
+ROUTERS = (".mlp.router", ".mlp.router.layer")  # of some mixtures, on one of both sides; on the other as all call theirs
+ROUTER = ".mlp.gate"
 
 
 def plain_name(name: str) -> str:
@@ -18,8 +18,8 @@ def plain_name(name: str) -> str:
     parts = name.split(".")
     while len(parts) > 1 and parts[0] in WRAPPERS:
         parts = parts[1:]
-    plain = ".".join(RENAMED.get(part, part) for part in parts)
-    router = next((router for router in ROUTERS if plain.endswith(f".{router}")), None)
+    plain = ".".join([RENAMED.get(part, part) for part in parts])
+    router = next((router for router in ROUTERS if plain.endswith(router)), None)
     return plain if router is None else plain.removesuffix(router) + ROUTER
 
 
