@@ -266,7 +266,7 @@ def _sites(config: ShardConfig, weights: Weights, num_layers: int, backend: Back
     """What notes the layers that adapters can change; None: none are served."""
     if not config.has_adapters:
         return None
-    others = model_loading.of_other_stages(weights, stage, num_layers)
+    others = model_loading.changed_elsewhere(weights, stage, num_layers)
     return Sites(backend, config.max_adapters, weights.dtype, others, config.adapter_memory * 1e9)
 
 

@@ -15,8 +15,7 @@ Shapes: r rank, D inputs, F outputs, n outputs of this rank, V tokens, Vl tokens
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from server.adapters.config import AdapterError
-from server.adapters.files import AdapterFiles, Module, runs
+from server.adapters.files import BAD_FILE, AdapterFiles, Module, runs
 from server.adapters.names import experts_of, plain_name
 from server.backends.protocol import EmbeddingChange, LinearChange, LowRank, NormChange
 from server.checkpoint.formats.protocol import Ranges
@@ -38,6 +37,8 @@ SHARED = "shared"  # the table of an encoder-decoder: transformers' stacks read 
 HALVES = {"expert_gate": 0, "expert_up": 1}  # of the rows of a parameter of both, by role
 # What transformers calls the parameter of all experts, by role; experts that have no gate have only the first and last.
 PARAMETERS = {"expert_up": "up_proj", "expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
+
+LAST_FIRST = ("expert_down", "expert_up")  # of a module without gates
 
 Read = Callable[[Ranges], Tensor]  # rows of a whole layer, with all inputs
 
@@ -99,6 +100,7 @@ class Changes:
         self._dtype = dtype
         self._budget, self._left = budget, budget
         self._taken: set[str] = set()
+        self._asked: dict[str, None] = {}  # plain names of layers
 
     def spend(self, nbytes: int) -> None:
         """Take them from the budget. Raises AdapterError where it has less."""
@@ -127,17 +129,26 @@ class Changes:
         tokens, of which the adapter may know fewer. tied_to: the table whose rows a head takes.
         """
         found = Linear(num_outputs or max(piece.first + piece.num_outputs for piece in pieces))
+        table = None if tied_to is None else self._module(tied_to)
         for piece in pieces:
-            if (module := self._module(piece)) is not None:
+            module = self._module(piece)
+            adds = module is not None and "down" in module.parts  # to rows that follow the table's too
+            if table is not None and adds:
+                self._change_tied(found, piece, table, module)
+            if module is not None:
                 self._change(found, piece, module, is_vocabulary=is_vocabulary)
             elif piece.expert is not None:
                 self._change_expert(found, piece)
-            if tied_to is not None and (table := self._module(tied_to)) is not None:
+            if table is not None and not adds:
                 self._change_tied(found, piece, table, module)
         return found.change
 
     def _module(self, piece: Piece) -> Module | None:
-        found = {plain_name(name): None for name in piece.names}
+        return self._named(piece.names)
+
+    def _named(self, names: Sequence[str]) -> Module | None:
+        found = dict.fromkeys(map(plain_name, names))
+        self._asked.update(found)
         return next((module for name in found if (module := self._files.modules.get(name)) is not None), None)
 
     def _change(self, found: Linear, piece: Piece, module: Module, *, is_vocabulary: bool) -> None:
@@ -167,7 +178,7 @@ class Changes:
     def _change_expert(self, found: Linear, piece: Piece) -> None:
         """From tensors of all experts, of which each is of a parameter of their module.
 
-        No two of a mixture's parameters have the same sizes. Of gated experts, rows of the gate come first.
+        By their sizes it is known which. Of gated experts, rows of the gate come first.
         """
         assert piece.expert is not None
         experts = dict.fromkeys(experts_of(name) for name in piece.names)
@@ -182,8 +193,24 @@ class Changes:
             whole = replace(piece, size=(2 * outputs, inputs), rows=rows)
             self._add_expert(found, whole, f"{module.name}.gate_up_proj", levels[sizes.index(whole.size)])
         elif piece.size in sizes and piece.role in PARAMETERS:
-            parts = levels[sizes.index(piece.size)]
-            self._add_expert(found, piece, f"{module.name}.{PARAMETERS[piece.role]}", parts)
+            own = [parts for parts, size in zip(levels, sizes, strict=True) if size == piece.size]
+            if outputs == inputs:
+                own = self._of_one_size(piece, module, own)
+            for parts in own:
+                self._add_expert(found, piece, f"{module.name}.{PARAMETERS[piece.role]}", parts)
+
+    def _of_one_size(self, piece: Piece, module: Module, levels: list[dict[str, str]]) -> list[dict[str, str]]:
+        """Of changes of parameters that have the same sizes, the last one's first, those of the piece's.
+
+        PEFT wraps parameters in the order in which a module has them.
+        """
+        named = [role for role in LAST_FIRST if self._config.names_parameter(f"{module.name}.{PARAMETERS[role]}")]
+        if len(named) != len(levels):
+            raise AdapterError(
+                f"{self._files.told(levels[0]['down'])} is of experts whose matrices have the same sizes, and "
+                f"`target_parameters` of {self._config.path} names {len(named)} of them, not {len(levels)}: correct it"
+            )
+        return [parts for role, parts in zip(named, levels, strict=True) if role == piece.role]
 
     def _add_expert(self, found: Linear, piece: Piece, key: str, parts: dict[str, str]) -> None:
         """key: what PEFT calls the parameter."""
@@ -312,7 +339,7 @@ class Changes:
             replaced = self._other_table(piece, parts["weight"])
             read = partial(self._saved, parts["weight"], self._files.shape_of(parts["weight"]))
         if "tokens" in parts:
-            replaced = self._other_tokens(piece, module)
+            replaced = _over(replaced, self._other_tokens(piece, module))
         if "table_down" in parts:
             replaced = self._with_low_rank(replaced, piece, module, read)
         if module.name == SHARED and "tokens" not in parts and not is_resized:
@@ -386,9 +413,7 @@ class Changes:
 
         What an adapter has in place of a weight must be 0 where that is 0. offset: what is added to stored weights.
         """
-        found = dict.fromkeys(plain_name(name) for name in names)
-        module = next((module for name in found if (module := self._files.modules.get(name)) is not None), None)
-        if module is None:
+        if (module := self._named(names)) is None:
             return None
         self._refuse_other_parts(module, {"weight", "bias"})
         size, gain = len(weight), torch.ones(len(weight))
@@ -409,16 +434,18 @@ class Changes:
         return self._take(name, shape)
 
     def refuse_leftovers(self, elsewhere: Sequence[str] = ()) -> None:
-        """Raise AdapterError if no layer has taken some tensors.
+        """Raise AdapterError if no layer has taken some tensors, or one that was trained whole has found none.
 
-        elsewhere: patterns of the plain names of tensors that other ranks have asked for.
+        elsewhere: modules, by their plain names, that other ranks have asked for.
         """
+        self._refuse_missing()
+        of_others = tuple(f"{name}." for name in elsewhere)
         left = [
             part
             for name, module in sorted(self._files.modules.items())
             for parts in (module.parts, *module.layers.values())
             for part in parts.values()
-            if part not in self._taken and not any(re.search(p, f"{name}.{_last(part)}") for p in elsewhere)
+            if part not in self._taken and not f"{name}.".startswith(of_others)
         ]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
@@ -427,6 +454,16 @@ class Changes:
                 + (f", nor are {', '.join(left[1:3])}{more}" if left[1:] else "")
                 + f": if it is an adapter of this model, {MERGE}"
             )
+
+    def _refuse_missing(self) -> None:
+        """PEFT passes over names in `modules_to_save` that are of no layer of the model."""
+        config, found = self._config, self._files.modules.values()
+        whole = [module.name for module in found if module.parts.keys() & {"weight", "bias"}]
+        for name in config.saved:
+            if not config.is_tied and _is_of(name, self._asked) and not _is_of(name, whole):
+                raise AdapterError(
+                    f"{config.path} has {name} in `modules_to_save`, and there is no tensor of it: {BAD_FILE}"
+                )
 
     def _take(self, name: str, shape: Sequence[int | None]) -> Tensor:
         self._taken.add(name)
@@ -444,7 +481,7 @@ class Changes:
     def _refuse_other_parts(self, module: Module, known: set[str]) -> None:
         if other := next((name for part, name in module.parts.items() if part not in known), None):
             raise AdapterError(f"{self._files.told(other)} is for another kind of layer than {module.name} is here")
-        if "tokens" in module.parts and module.parts.keys() & {"down", "table_down", "weight"}:
+        if "tokens" in module.parts and module.parts.keys() & {"down", "table_down"}:
             raise AdapterError(
                 f"{self._files.told(module.parts['tokens'])} is of a layer that is changed in another way too, which "
                 f"peft does not do: {MERGE}"
@@ -456,8 +493,9 @@ class Changes:
         )
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+def _is_of(name: str, modules: Iterable[str]) -> bool:
+    """Whether PEFT takes a name for one of these modules, or for one around it."""
+    return any(module.endswith(name) or f".{name}." in f".{module}." for module in modules)
 
 
 def _one(piece: Piece) -> tuple[int, int]:
@@ -474,7 +512,7 @@ def _ranges(outputs: int, piece: Piece) -> Ranges:
 
 def _rows(whole: Tensor, ranges: Ranges) -> Tensor:
     found = [whole[start:stop] for start, stop in ranges]
-    return torch.cat(found) if len(found) != 1 else found[0]
+    return torch.cat(found) if len(found) > 1 else found[0] if found else whole[:0]
 
 
 def _rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -513,6 +551,15 @@ def _filled(places: Tensor, width: int) -> Tensor:
         return places
     first, span = int(places[0]), int(places[-1] - places[0]) + 1
     return torch.arange(first, first + span) if len(places) * (width + span) > span * width else places
+
+
+def _over(before: EmbeddingChange, after: EmbeddingChange) -> EmbeddingChange:
+    """Both, each with rows in place of some; of those that both have, the second's."""
+    if before.ids is None or before.rows is None or after.ids is None or after.rows is None:
+        return after if after.nbytes else before
+    left = ~torch.isin(before.ids, after.ids)
+    ids, order = torch.cat([before.ids[left], after.ids]).sort()
+    return EmbeddingChange(ids=ids, rows=torch.cat([before.rows[left], after.rows])[order])
 
 
 def _replacing(ids: Sequence[Tensor], rows: Sequence[Tensor]) -> EmbeddingChange:

@@ -29,6 +29,7 @@ MOST_BYTES = 4_000_000  # of the file: parsing it holds everything else up
 MOST_RANK = 1 << 14
 MOST_S = 5.0  # of computing, for all expressions of a config and names of layers
 MOST_PATTERNS = 100_000
+MOST_SAVED = 1000  # names of modules, each compared with all layers
 # Of an expression that stands for names of one length, whose dots may be any letter where no backslash is before them.
 PLAIN = re.compile(r"(?:\w|\\?\.)+", re.ASCII)
 MERGE_BY_PEFT = "merge it with peft (`merge_and_unload`) and serve the merged model"
@@ -46,11 +47,11 @@ CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 READ = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
     *("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "ensure_weight_tying"),
-    "init_lora_weights",
+    *("target_parameters", "init_lora_weights"),
 }
 # What says nothing that the tensors do not say, or nothing about what is computed.
 WITHOUT_MEANING = {
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters", "bias"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"),
     *("fan_in_fan_out", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("velora_config", "qalora_group_size", "megatron_config", "megatron_core", "runtime_config", "task_type"),
     *("auto_mapping", "inference_mode", "revision", "peft_version", "modules_to_tie", "target_modules_to_tie"),
@@ -81,6 +82,7 @@ class AdapterConfig:
     has_bias: bool  # of the second matrix
     saved: tuple[str, ...]  # modules that were trained whole, or the ends of their names
     tokens: Mapping[str, tuple[int, ...]] | tuple[int, ...] | None  # trained alone: by table, or of the input's table
+    parameters: frozenset[str]  # `target_parameters`, or the ends of their names
     is_tied: bool  # whether what changes the embedding changes a head that is tied to it
 
     @classmethod
@@ -101,12 +103,21 @@ class AdapterConfig:
 
     def rank_of(self, name: str) -> int:
         """Of the layer of this name, without what stands around the model. Raises AdapterError."""
-        return int(self._said(self._ranks, "rank_pattern", name, self.rank))
+        return int(self._said(self._ranks, "rank_pattern", self._key(name), self.rank))
 
     def scale_of(self, name: str) -> float:
         """By which the product of the layer's two matrices is multiplied. Raises AdapterError."""
-        alpha, rank = self._said(self._alphas, "alpha_pattern", name, self.alpha), self.rank_of(name)
+        alpha, rank = self._said(self._alphas, "alpha_pattern", self._key(name), self.alpha), self.rank_of(name)
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
+
+    def names_parameter(self, name: str) -> bool:
+        """Whether `target_parameters` has a parameter, or the end of its name."""
+        parts = name.split(".")
+        return any(".".join(parts[start:]) in self.parameters for start in range(len(parts)))
+
+    def _key(self, name: str) -> str:
+        """What patterns are compared with: for a layer whose weight was chosen as a parameter, its name."""
+        return f"{name}.weight" if self.parameters and self.names_parameter(f"{name}.weight") else name
 
     def tokens_of(self, name: str) -> tuple[int, ...] | None:
         """The tokens of a table that were trained alone; None: the config names none."""
@@ -202,7 +213,8 @@ def _checked(path: Path, found: Mapping[str, Any]) -> AdapterConfig:
         is_rank_stabilised=value.flag("use_rslora"),
         has_magnitudes=has_magnitudes,
         has_bias=has_bias,
-        saved=value.names("modules_to_save"),
+        saved=value.names("modules_to_save", MOST_SAVED),
+        parameters=frozenset(value.names("target_parameters", MOST_PATTERNS)),
         tokens=value.tokens("trainable_token_indices"),
         is_tied=value.flag("ensure_weight_tying"),
     )
@@ -257,12 +269,12 @@ class Values:
         found: dict[str, Any] = self._must(is_table, key, f"an object of {MOST_PATTERNS} entries at most", value)
         return found
 
-    def names(self, key: str) -> tuple[str, ...]:
+    def names(self, key: str, most: int) -> tuple[str, ...]:
         """A list of names, or one."""
         value = self.found.get(key) or []
         listed = [value] if isinstance(value, str) else value
-        is_list = isinstance(listed, list) and all(isinstance(one, str) for one in listed)
-        return tuple(self._must(is_list, key, "a list of names", listed))
+        is_list = isinstance(listed, list) and len(listed) <= most and all(isinstance(one, str) for one in listed)
+        return tuple(self._must(is_list, key, f"a list of names, {most} at most", listed))
 
     def tokens(self, key: str) -> Mapping[str, tuple[int, ...]] | tuple[int, ...] | None:
         """Tokens' ids, or lists of them by table."""

@@ -57,6 +57,8 @@ PARTS = MappingProxyType(
         "bias": "bias",
     }
 )
+# What a table that was resized is saved as besides: the base's, and once more the one that was trained.
+ORIGINAL, TRAINED = ".original_module.", ".modules_to_save."
 OF_TRAINING = re.compile(r"\.lora_velora_\w+$")  # what VeLoRA computes gradients by
 MOST_HELD = 4  # tensors: A and B of what all experts have twice
 BAD_FILE = "fetch it again, or give another adapter"
@@ -203,7 +205,7 @@ class AdapterFiles:
         """By their plain names."""
         found: dict[str, Module] = {}
         for name in self._stored:
-            if OF_TRAINING.search(name):
+            if OF_TRAINING.search(name) or self._is_copy(name):
                 continue
             module_name, depth, part = _taken_apart(name)
             module = found.setdefault(plain_name(module_name), Module(module_name))
@@ -221,6 +223,10 @@ class AdapterFiles:
             self._refuse_halves(module)
         self._refuse_missing(found)
         return found
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether a tensor is beside the one that is computed with, as PEFT saves a table that was resized."""
+        return ORIGINAL in name or (TRAINED in name and name.replace(TRAINED, ".") in self._stored)
 
     def _refuse_halves(self, module: Module) -> None:
         config = self.config
@@ -242,12 +248,6 @@ class AdapterFiles:
 
     def _refuse_missing(self, found: Mapping[str, Module]) -> None:
         config = self.config
-        whole = [module.name for module in found.values() if module.parts.keys() & {"weight", "bias"}]
-        for name in config.saved:
-            if not config.is_tied and not any(one.endswith(name) or f".{name}." in f".{one}." for one in whole):
-                raise AdapterError(
-                    f"{config.path} has {name} in `modules_to_save`, and {self.folder} no tensor of it: {BAD_FILE}"
-                )
         tables = [module for module in found.values() if "tokens" in module.parts]
         if bool(tables) != bool(config.tokens):
             raise AdapterError(
@@ -303,7 +303,7 @@ def _taken_apart(name: str) -> tuple[str, int, str]:
         raise AdapterError(f"the adapter has a tensor {name}, which is none that is known: it is not served")
     module, depth = dotted.removesuffix(f".{ending}").removeprefix("."), 0
     while module.endswith(".base_layer"):
-        module, depth = module.removesuffix(".base_layer"), depth + 1
+        module, depth = module.removesuffix(".base_layer").removesuffix(".token_adapter"), depth + 1
     return module, depth, PARTS[ending]
 
 

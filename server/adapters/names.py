@@ -9,7 +9,10 @@ from __future__ import annotations
 WRAPPERS = frozenset({"base_model", "model", "transformer", "language_model", "text_model", "gpt_neox", "backbone"})
 # In transformers 5: of mixtures such as Mixtral, and the head of GPT-NeoX.
 RENAMED = {"block_sparse_moe": "mlp", "embed_out": "lm_head"}
-ROUTERS = (".mlp.router", ".mlp.router.layer")  # of some mixtures, on one of both sides; on the other as all call theirs
+ROUTERS = (
+    ".mlp.router",
+    ".mlp.router.layer",
+)  # of some mixtures, on one of both sides; on the other as all call theirs
 ROUTER = ".mlp.gate"
 
 

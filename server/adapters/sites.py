@@ -18,6 +18,7 @@ from torch import Tensor
 from server.adapters.adapters import Change
 from server.adapters.changes import Changes
 from server.adapters.files import AdapterFiles
+from server.adapters.names import plain_name
 from server.backends.protocol import (
     AdaptedExperts,
     AdaptedLinear,
@@ -142,8 +143,8 @@ class Placed:
 class Sites:
     """Of one model.
 
-    num_rows: adapters at once; elsewhere: patterns of tensors that other ranks change layers by; budget: bytes of all
-    rows together.
+    num_rows: adapters at once; elsewhere: what stands before the names of tensors that other ranks change layers by;
+    budget: bytes of all rows together.
     """
 
     backend: Backend
@@ -207,7 +208,7 @@ class Sites:
                 if (change := site.find(changes)) is not None:
                     changes.spend(change.nbytes)  # before more of it is read
                     found.append((site.layer, change))
-            changes.refuse_leftovers(self.elsewhere)
+            changes.refuse_leftovers([plain_name(name) for name in self.elsewhere])
             files.refuse_changed()
         return [Placed(layer, layer.stage(change)) for layer, change in found]
 

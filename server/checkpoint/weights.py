@@ -62,6 +62,7 @@ STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
 HEADS = frozenset(exclusions.HEADS)
+AFTER_LAYERS = ("final_norm", "project_out", "head")  # roles of what stands there
 BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits
 
 
@@ -668,6 +669,21 @@ class Weights:
         """Patterns of all tensors that stand before or after the decoder's layers, an encoder's among them."""
         return _outside_layers(self.names, self.prefix)
 
+    def modules_of_layers(self, layers: Iterable[int]) -> tuple[str, ...]:
+        """What may stand before the names of all tensors of these layers of the decoder."""
+        starts = _starts(self.names)
+        return tuple(f"{prefix}{start}{i}" for prefix in (self.prefix, "") for start in starts for i in layers)
+
+    def modules_outside_layers(self, *, before: bool, after: bool) -> tuple[str, ...]:
+        """Likewise of what stands before the decoder's layers, an encoder included, or after them."""
+        named: list[str] = []
+        for role, entry in self.names.roles.items():
+            if (role in AFTER_LAYERS and after) or (role not in AFTER_LAYERS and before):
+                named += [name for name in ((entry,) if isinstance(entry, str) else entry) if "{i}" not in name]
+        if before:
+            named += [name.partition("{i}")[0].rstrip(".") for name in _all(self.names.encoder or {})]
+        return tuple(prefix + name for prefix in (self.prefix, "") for name in named)
+
     def names_of_predictors(self, num_layers: int, count: int) -> tuple[str, ...]:
         """Patterns of all tensors of so many layers that predict further tokens, beside those of the model."""
         if self.names.predictor is not None and (prefix := self.names.predictor.prefix) is not None:
@@ -707,8 +723,13 @@ def _is_of_quantised_head(leftover: str) -> bool:
 
 def of_layers(names: NameMap, prefix: str, layers: Iterable[int]) -> tuple[str, ...]:
     """Of all tensors of these layers of the decoder."""
-    starts = {name[: name.index("{i}")] for name in _all(names.roles) if "{i}" in name}
-    return tuple(rf"^({re.escape(prefix)})?{re.escape(start)}{layer}\." for start in sorted(starts) for layer in layers)
+    starts = _starts(names)
+    return tuple(rf"^({re.escape(prefix)})?{re.escape(start)}{layer}\." for start in starts for layer in layers)
+
+
+def _starts(names: NameMap) -> list[str]:
+    """What stands before the number of a decoder's layer."""
+    return sorted({name[: name.index("{i}")] for name in _all(names.roles) if "{i}" in name})
 
 
 def _outside_layers(names: NameMap, prefix: str) -> tuple[str, ...]:

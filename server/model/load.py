@@ -108,6 +108,16 @@ def of_other_stages(weights: Weights, stage: Stage, num_layers: int) -> tuple[st
     return weights.names_outside_layers() + weights.names_of_layers(others)
 
 
+def changed_elsewhere(weights: Weights, stage: Stage, num_layers: int) -> tuple[str, ...]:
+    """What stands before the names of the tensors by which adapters change other stages.
+
+    What no stage has in this way, such as learned positions, the one that has it refuses.
+    """
+    others = [layer for layer in range(num_layers) if layer not in stage.layers]
+    outside = weights.modules_outside_layers(before=not stage.is_first, after=not stage.is_last)
+    return weights.modules_of_layers(others) + outside
+
+
 @dataclass(frozen=True)
 class StackLoader:
     """Builds one stack of layers, each from `weights` of its own: all of them, or one after the other."""

@@ -34,7 +34,7 @@ from server.config import ShardConfig
 from server.drafting import load as drafting
 from server.drafting.served import Served
 from server.layers.embedding import with_own_head
-from server.model.load import ON_DEVICE, of_other_stages
+from server.model.load import ON_DEVICE, changed_elsewhere
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
@@ -129,7 +129,7 @@ def load_engine(
     part = stages_of(spec, stage[1])[stage[0]]
     sites = None
     if adapters:
-        sites = Sites(backend, adapters, dtype, of_other_stages(weights, part, spec.num_layers))
+        sites = Sites(backend, adapters, dtype, changed_elsewhere(weights, part, spec.num_layers))
     model = load_model(
         *(replace(weights, adapting=sites), spec, backend, KV_FORMATS[kv_cache], placement, kv_placement),
         stage=part,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -9,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from server.adapters.names import plain_name
+from server.arch import families
+from server.arch.stages import stages_of
 from server.backends.cpu.kernels import Kernels
+from server.checkpoint.weights import Checkpoint, Weights
+from server.model.load import changed_elsewhere
 from server.ranks.collectives import Shard
 from tests.combinations import by_turns
 from tests.server.adapters import made
@@ -80,6 +86,25 @@ def test_stages_generate_the_tokens_of_the_whole(checkpoints: Checkpoints, tmp_p
             place_adapters(engine, folders)
         found, expected = (generate(one, asked_of_ranks()) for one in (stages, whole))  # type: ignore[arg-type]
         assert [(p.tokens, p.logprobs) for p in found] == [(p.tokens, p.logprobs) for p in expected]
+
+
+@pytest.mark.parametrize("case", ["opt", "gpt2", "bloom", "gemma4-e"])
+def test_stages_pass_over_what_others_have_and_nothing_else(checkpoints: Checkpoints, case: str) -> None:
+    """So that what no stage changes, such as learned positions, is refused by the one that has it."""
+    folder = checkpoints(case)[0]
+    family, spec = families.find(json.loads((folder / "config.json").read_text()))
+    checkpoint = Checkpoint(folder)
+    weights = Weights.open(checkpoint, family.names, Shard(), torch.float32, torch.device("cpu"))
+    names = {plain_name(name) for name in checkpoint.names()}
+    stages = stages_of(spec, 2)
+    passed_over = []
+    for stage in stages:
+        others = tuple(f"{plain_name(name)}." for name in changed_elsewhere(weights, stage, spec.num_layers))
+        passed_over.append({name for name in names if name.startswith(others)})
+    assert names == passed_over[0] | passed_over[1] and not passed_over[0] & passed_over[1]
+    assert any("norm" in name or "ln_f" in name for name in passed_over[0] if "layers" not in name)
+    tables = {name for name in names if "wpe" in name or "embed" in name}
+    assert tables and tables <= passed_over[1]
 
 
 def asked_of_ranks() -> list[Prompt]:

@@ -171,7 +171,21 @@ def test_what_an_adapter_does_not_name_stays(tmp_path: Path) -> None:
             AdapterError, match=r"tensor .*layers\.1\.mlp\.up_proj\.lora_A\.weight in .* is of no layer"
         ):
             changes.refuse_leftovers()
-        changes.refuse_leftovers([r"^layers\.1\."])
+        changes.refuse_leftovers(["layers.1"])
+        with pytest.raises(AdapterError, match="of no layer"):
+            changes.refuse_leftovers(["layers.10", "layers.1.mlp.up"])
+
+
+def test_a_layer_that_was_trained_whole_must_be_there_if_the_model_has_it(tmp_path: Path) -> None:
+    """PEFT passes over other names, though those of all tasks may be given."""
+    for saved, is_refused in ((["score", "classifier"], False), (["up_proj"], True), (["mlp"], True)):
+        with read(tmp_path, LORA, modules_to_save=saved) as changes:
+            changes.linear([piece_of(WEIGHT, None, [(0, OUTPUTS)], (0, INPUTS))])
+            if is_refused:
+                with pytest.raises(AdapterError, match=f"has {saved[0]} in `modules_to_save`, and there is no tensor"):
+                    changes.refuse_leftovers()
+            else:
+                changes.refuse_leftovers()
 
 
 @pytest.mark.parametrize(
@@ -275,6 +289,23 @@ TABLES: dict[str, tuple[Tensors, dict[str, Any], Tensor]] = {
         {f"{TABLE}.token_adapter.trainable_tokens_delta": OTHER[[7, 2]]}, {"trainable_token_indices": [7, 2]},
         torch.where(torch.isin(torch.arange(OUTPUTS), torch.tensor([2, 7]))[:, None], OTHER, WEIGHT),
     ),
+    "some tokens of a table that was resized": (
+        {
+            f"{TABLE}.token_adapter.trainable_tokens_delta": OTHER[[7, 2]],
+            f"{TABLE}.token_adapter.base_layer.weight": SOME,
+        },
+        {"trainable_token_indices": [7, 2]},
+        torch.where(torch.isin(torch.arange(OUTPUTS), torch.tensor([2, 7]))[:, None], OTHER, SOME),
+    ),
+    "a table that was resized, as it is saved three times": (
+        {
+            f"{TABLE}.weight": SOME,
+            f"{TABLE}.modules_to_save.weight": SOME.clone(),
+            f"{TABLE}.original_module.weight": WEIGHT,
+        },
+        {"modules_to_save": ["embed_tokens"]},
+        SOME,
+    ),
 }  # fmt: skip
 
 
@@ -372,6 +403,51 @@ def test_matrices_of_all_experts_are_taken_apart(tmp_path: Path) -> None:
         changes.refuse_leftovers()
     with read(tmp_path, tensors, r=6) as changes, pytest.raises(AdapterError, match="each of 3 experts has 6"):
         changes.linear([piece])
+
+
+@pytest.mark.parametrize(
+    ("names", "levels", "of_up", "of_down"),
+    [
+        (["experts.up_proj", "experts.down_proj"], 2, 2.0, 1.0),
+        (["mlp.experts.down_proj"], 1, 0.0, 1.0),
+        (["up_proj"], 1, 1.0, 0.0),
+        (["up_proj", "down_proj"], 1, None, None),
+        ([], 1, None, None),
+    ],
+)
+def test_of_experts_whose_matrices_have_the_same_sizes_the_config_names_those_that_are_changed(
+    tmp_path: Path, names: list[str], levels: int, of_up: float | None, of_down: float | None
+) -> None:
+    experts, tensors = "model.layers.0.mlp.experts", {}
+    for level in range(levels):
+        prefix = experts + ".base_layer" * level
+        tensors |= {f"{prefix}.lora_A.weight": torch.ones(2, 4), f"{prefix}.lora_B.weight": torch.ones(4, 2) + level}
+    with read(tmp_path, tensors, r=1, lora_alpha=1, target_parameters=names) as changes:
+        for role, expected in (("expert_up", of_up), ("expert_down", of_down)):
+            piece = Piece(
+                *(role, (f"{experts}.0.{role}",), (4, 4), [(0, 4)], (0, 4), 0, lambda rows: torch.zeros(0)),
+                expert=0,
+                num_experts=2,
+            )
+            if expected is None:
+                with pytest.raises(AdapterError, match=f"names {len(names)} of them, not 1: correct it"):
+                    changes.linear([piece])
+                continue
+            change = changes.linear([piece])
+            assert (0.0 if change is None else float(change.parts[0].up.max())) == expected
+        if of_up is not None:
+            changes.refuse_leftovers()
+
+
+def test_a_tied_head_with_changes_of_its_own_adds_them_to_tokens_of_the_table(tmp_path: Path) -> None:
+    """As PEFT computes."""
+    tensors, config, expected = TABLES["some tokens"]
+    tensors = tensors | {f"{HEAD}.lora_A.weight": DOWN, f"{HEAD}.lora_B.weight": UP}
+    table = piece_of(WEIGHT, None, [(0, OUTPUTS)], (0, INPUTS), TABLE)
+    head, x = piece_of(WEIGHT, None, [(0, OUTPUTS)], (0, INPUTS), HEAD), noise(3, INPUTS, seed=9)
+    with read(tmp_path, tensors, **config) as changes:
+        found = product(changes.linear([head], tied_to=table), WEIGHT, x, None)
+    torch.testing.assert_close(found, x @ (expected + SCALE * UP @ DOWN).t(), atol=1e-4, rtol=1e-4)
 
 
 def test_numbers_are_in_the_models_dtype(tmp_path: Path) -> None:

@@ -147,3 +147,11 @@ def test_tokens_are_those_of_their_table(tmp_path: Path) -> None:
     found = read(tmp_path, trainable_token_indices={"embed_tokens": [2], "model.lm_head": [5]})
     assert (2,) == found.tokens_of("model.embed_tokens") and (5,) == found.tokens_of("lm_head")
     assert None is found.tokens_of("other")
+
+
+def test_a_weight_that_was_chosen_as_a_parameter_is_found_by_its_name_in_patterns(tmp_path: Path) -> None:
+    """As PEFT compares them, which calls the others by their modules."""
+    patterns = {"gate": 5, "gate.weight": 7, "q_proj": 9}
+    found = read(tmp_path, target_parameters=["mlp.gate.weight"], alpha_pattern=patterns, rank_pattern=patterns)
+    assert (7, 9, 5) == tuple(found.rank_of(f"model.layers.0.{name}") for name in ("mlp.gate", "attn.q_proj", "gate"))
+    assert 1 == found.scale_of("model.layers.0.mlp.gate")

@@ -174,7 +174,6 @@ def test_what_is_not_finite_is_named(tmp_path: Path, number: float, open_files: 
         (LORA, {"lora_bias": True}, "has no counterpart lora_B.bias"),
         (LORA | {f"{Q}.lora_magnitude_vector": torch.ones(3)}, {}, "`use_dora` in .* is not true"),
         (LORA | {f"{Q}.lora_B.bias": torch.ones(3)}, {}, "`lora_bias` in .* is not true"),
-        (LORA, {"modules_to_save": ["lm_head"]}, "has lm_head in `modules_to_save`, and .* no tensor of it"),
         (LORA, {"trainable_token_indices": [1]}, "`trainable_token_indices` of .* do not belong together"),
         (LORA | {"x.model.layers.0.self_attn.q_proj.bias": torch.ones(3)}, {}, ""),
         (

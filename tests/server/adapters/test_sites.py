@@ -48,7 +48,7 @@ def test_an_adapter_that_takes_too_much_is_not_read_to_its_end(tmp_path: Path) -
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
     save_file({"base_model.model.norm.weight": torch.ones(25)}, tmp_path / "adapter_model.safetensors")
     found = [CountedSite(Layer()) for _ in range(5)]
-    sites = Sites(ReferenceBackend(CpuDevice()), 1, torch.float32, ["^norm"], budget=500)
+    sites = Sites(ReferenceBackend(CpuDevice()), 1, torch.float32, ["model.norm"], budget=500)
     sites.all.extend(found)
     assert 5 == len(sites.read(content_key(tmp_path), tmp_path))
     sites.budget = 250
