@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from host.process import end_with_parent
-from launch.config import DEMO, TOKEN_VARIABLES, parse_adapters
+from launch.config import DEMO, TOKEN_VARIABLES, AdapterSource, parse_adapters
 from launch.errors import Refusal
 from launch.logs import Log
 from launch.processes import child_environment
@@ -60,8 +60,8 @@ def resolve_adapters(settings: Settings, environ: Mapping[str, str], log: Log) -
     """Name and folder of each adapter that the settings name, likewise. Raises Refusal with every problem."""
     found, problems = [], []
     for source in parse_adapters(settings.values["lora_adapters"]):
-        if source.name in own_names(settings.shown_model, settings.values["served_model_name"]):
-            problems.append(f"--lora-adapters: {source.name} is the model's own name: write NAME=ID with another one")
+        if problem := name_problem(source, settings):
+            problems.append(problem)
             continue
         try:
             folder = hub.resolve_adapter(source.given, revision=source.revision, **_hub_of(settings, environ, log))
@@ -71,6 +71,13 @@ def resolve_adapters(settings: Settings, environ: Mapping[str, str], log: Log) -
     if problems:
         raise Refusal(problems, 1)
     return found
+
+
+def name_problem(source: AdapterSource, settings: Settings) -> str:
+    """Why an adapter cannot have its name; empty: it can."""
+    if source.name not in own_names(settings.shown_model, settings.values["served_model_name"]):
+        return ""
+    return f"--lora-adapters: {source.name} is the model's own name: write NAME=ID with another one"
 
 
 def resolve_adapter(name: str, settings: Settings, environ: Mapping[str, str], log: Log) -> Path:

@@ -683,6 +683,11 @@ def speculative_problems(*, speculative_model: str | None, speculative_method: s
     return []
 
 
+def most_adapter_bytes(adapter_memory: float, num_shards: int) -> int:
+    """Of the files of one adapter: float32 becomes 16 bits, and shards have a part each."""
+    return int(2 * adapter_memory * 1e9 * num_shards)
+
+
 def adapter_problems(*, adapter_dir: str | None, allow_adapter_changes: bool) -> list[str]:
     """What is wrong with these settings together, with its remedy."""
     if allow_adapter_changes and adapter_dir is None:

@@ -39,7 +39,7 @@ KNOWN = {
         *("router.accounts", "router.config", "router.text", "router.jobs", "server.config", "server.link.config"),
         *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe", "server.merge.job"),
         *("server.arch", "server.quantisation.sizes", "router.scheduling.limits", "benchmark.cost"),  # to plan a launch
-        *("server.checkpoint.formats", "server.fallback"),  # to refuse what they do not serve
+        *("server.checkpoint.formats", "server.adapters.config", "server.fallback"),  # to refuse what they do not serve
     },
     "launcher": {"launch", "router.config", "server.config"},
 }

@@ -209,11 +209,14 @@ class Sweep:
 
 async def adapter_names(client: HttpClient, wanted: int) -> list[str]:
     """The first names of adapters that a server lists. Raises BenchError where there are fewer than wanted."""
+    status = 0
     try:
-        _, models = await client.json("GET", "/v1/models")
+        status, models = await client.json("GET", "/v1/models")
         names = [str(one["id"]) for one in models["data"] if one.get("parent")]
     except (OSError, TimeoutError, KeyError, TypeError, AttributeError):
         names = []
+    if status in (401, 403):
+        raise BenchError(f"{client.url}/v1/models answers status {status}: {HOPELESS[str(status)]}")
     if len(names) < wanted:
         raise BenchError(
             f"{client.url}/v1/models lists {len(names)} adapters, and --adapters is {wanted}: start the server with as "

@@ -19,8 +19,10 @@ from launch.commands.findings import Findings
 from launch.compatibility.docker import Container
 from launch.config import parse_adapters
 from launch.machine import Placement
-from launch.models import Description, find_description, is_offline, name_and_revision
+from launch.models import Description, find_description, is_offline, name_and_revision, name_problem
 from launch.settings import Settings
+from router.config import most_adapter_bytes
+from server.adapters.config import AdapterConfig, AdapterError
 from server.checkpoint.files import (
     HubError,
     adapter_files,
@@ -95,18 +97,31 @@ class ModelCheck:
         """Whether there is what requests may name; whether it goes with the model, shards find out."""
         findings, sources = self.findings, parse_adapters(self.settings.values["lora_adapters"])
         for source in sources:
+            if problem := name_problem(source, self.settings):
+                findings.problems.append(problem)
             with tempfile.TemporaryDirectory() as spare:
                 try:
                     where = (Path(spare), source.given, source.revision, ADAPTER)
                     found = find_description(self.settings, self.variables, *where)
-                    read_json(found.folder / ADAPTER.description, "the adapter's description")
+                    AdapterConfig.read(found.folder)
                     if found.cache is None:
-                        for path in adapter_files(found.folder):
-                            check_safetensors(path) if path.suffix == ".safetensors" else None
-                except HubError as error:
+                        self._check_adapter_files(found.folder)
+                except (HubError, AdapterError) as error:
                     findings.problems.append(f"--lora-adapters {source.name}: {error}")
         if sources:
             findings.unchecked.append("whether the adapters go with the model, and what they take")
+
+    def _check_adapter_files(self, folder: Path) -> None:
+        """Raises HubError."""
+        files, values = adapter_files(folder), self.settings.values
+        for path in files:
+            check_safetensors(path) if path.suffix == ".safetensors" else None
+        most = most_adapter_bytes(values["adapter_memory"], values["num_shard"] or 1)
+        if (size := sum(path.stat().st_size for path in files)) > most:
+            raise HubError(
+                f"it has {size / 1e9:.2f} GB, and --adapter-memory {values['adapter_memory']:g} has room for what "
+                f"{most / 1e9:.2f} GB of files take at most: raise --adapter-memory"
+            )
 
     def _check_tokenizer(self, model: Description) -> None:
         findings, folder = self.findings, model.folder

@@ -44,7 +44,7 @@ from router.apis.tgi.routes import add_tgi_routes
 from router.apis.tgi.tokens import add_token_routes
 from router.batching.batcher import Batcher
 from router.chat.template import ChatTemplate
-from router.config import RouterConfig
+from router.config import RouterConfig, most_adapter_bytes
 from router.errors import RouterError, Unavailable
 from router.grammars.compiler import Compiler
 from router.http.bodies import Bodies
@@ -66,8 +66,6 @@ from router.text.tokenizer import ModelTokenizer
 
 STATIC = Path(__file__).parent / "documentation"
 NUM_ASIDE = 2  # processes for what clients can make expensive
-GB = 10**9
-TIMES_AS_LARGE = 2  # an adapter's files at most, beside what all shards hold of it: float32 becomes 16 bits
 
 
 def create_app(
@@ -174,7 +172,7 @@ def accounts_of(config: RouterConfig) -> Accounts:
 
 def adapters_of(config: RouterConfig, num_shards: int) -> Adapters:
     """The adapters that requests may name."""
-    most = int(TIMES_AS_LARGE * config.adapter_memory * GB * num_shards)
+    most = most_adapter_bytes(config.adapter_memory, num_shards)
     return Adapters(config.own_names, config.adapters, config.adapter_dir, is_on=config.has_adapters, most_bytes=most)
 
 

@@ -147,7 +147,7 @@ class Generator:
         """
 
         async def work() -> Shaped:
-            await self._adapters.chosen(asked.model, asked.given.adapter_id, caller.adapters)
+            await self._check_named(asked.model, asked.given.adapter_id, caller)
             return await self._validator.tokenise(asked, shape, caller.owner)
 
         with self._permits.hold(caller.account):
@@ -163,11 +163,16 @@ class Generator:
         """How many tokens a chat's prompt has, whatever the adapter that it names. Raises RouterError."""
 
         async def work() -> int:
-            await self._adapters.chosen(model, None, caller.adapters)
+            await self._check_named(model, None, caller)
             return await self._validator.count(prompt, caller.owner)
 
         with self._permits.hold(caller.account):
             return await self._in_time(work(), caller.timeout_s)
+
+    async def _check_named(self, model: str | None, adapter_id: str | None, caller: Caller) -> None:
+        """Raise RouterError for a name that is nobody's. Without one, a key that is for adapters alone counts too."""
+        if model or adapter_id:
+            await self._adapters.chosen(model, adapter_id, caller.adapters)
 
     async def find_adapter(self, name: str, caller: Caller) -> Adapter:
         """The adapter of this name. Raises RouterError."""

@@ -53,7 +53,15 @@ def _refuse_unless_absent(value: Any) -> None:
         raise PydanticCustomError("not_served", "is not served: leave it out")
 
 
+def _refuse_misplaced(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("misplaced", "belongs into `parameters`: put it there")
+
+
 # A field whose meaning would be lost, where unknown ones are ignored.
+Misplaced = Annotated[
+    None, BeforeValidator(_refuse_misplaced), Field(description="Must be absent: it belongs into `parameters`.")
+]
 Unserved = Annotated[None, BeforeValidator(_refuse_unless_absent), Field(description="Not served: must be absent.")]
 
 

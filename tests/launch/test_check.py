@@ -30,6 +30,7 @@ from launch.flags import read_command_line
 from launch.settings import read_settings
 from server.checkpoint import hub
 from tests.adapter_folders import adapter_folder
+from tests.adapter_folders import weights as contents
 from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given, setting_of
 from tests.ports import free_port
 from tests.running import ROOT, Server
@@ -290,6 +291,16 @@ def test_adapters_are_looked_at(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "alice")
     argv, weights = ["--lora-adapters", str(folder)], folder / "adapter_model.safetensors"
     assert [] == check(argv).problems and "whether the adapters go with the model" in check(argv).unchecked[0]
+    named = check(["--lora-adapters", f"tgi={folder}"]).problems
+    assert ["--lora-adapters: tgi is the model's own name: write NAME=ID with another one"] == named
+    few = [*argv, "--adapter-memory", "0.001"]
+    weights.write_bytes(contents("a", 3_000_000))
+    assert "alice: it has 0.00 GB, and --adapter-memory 0.001 has room" in check(few).problems[0]
+    adapter_folder(folder)
+    assert [] == check(few).problems
+    (folder / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    assert "is of an adapter of type 'IA3': only LORA is served" in check(argv).problems[0]
+    adapter_folder(folder)
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "adapter_model.safetensors is damaged or incomplete" in check(argv).problems[0]
     weights.rename(folder / "model.safetensors")

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from router.apis.serving import ADAPTER_HEADER, adapter_header
 from router.requests.generation import Answer, OpenRequest, likeliest_first, one_per_prompt
-from router.requests.schemas import GenerateParameters, PromptRequest, Strict, Unserved
+from router.requests.schemas import GenerateParameters, Misplaced, PromptRequest, Strict, Unserved
 from router.scheduling.request import Finished, Token
 from router.text.generated import FinishReason
 
@@ -26,6 +26,7 @@ class GenerateRequest(Strict):
     inputs: str = Field(description="The prompt.")
     parameters: GenerateParameters | None = None
     stream: bool | None = Field(default=None, description="On `/` alone: answer with server-sent events.")
+    adapter_id: Misplaced = None
     prompt_embeds: Unserved = None
     input_embeds: Unserved = None
 

@@ -217,6 +217,27 @@ async def test_other_servers_names_of_adapters_are_refused(tmp_path: Path, templ
         assert [] == asked
 
 
+async def test_adapter_id_beside_the_parameters_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    async with adapting(tmp_path) as (it, asked):
+        for path in ("/", "/generate", "/generate_stream"):
+            status, sentence = error_of(await it.http.post(path, json={**TEXT, "adapter_id": "alice"}))
+            assert 422 == status and sentence.endswith("adapter_id`: belongs into `parameters`: put it there")
+        assert 200 == (await it.http.post("/generate", json=TEXT | {"adapter_id": None})).status_code
+        assert 1 == len(asked)
+
+
+async def test_a_key_for_adapters_alone_may_count_tokens(tmp_path: Path) -> None:
+    """The tokenizer is that of all. What it names must be its own all the same."""
+    keys = keys_file(tmp_path, {"name": "a", "adapters": ["alice"]})
+    async with adapting(tmp_path, api_keys_file=keys) as (it, _):
+        bodies = ({"inputs": PROMPT}, {"prompt": PROMPT}, {"content": PROMPT}, by_adapter_id("alice"))
+        for body in bodies:
+            assert 200 == (await it.http.post("/tokenize", json=body, headers=bearer("a"))).status_code
+        for body in (by_adapter_id("bob"), {"prompt": PROMPT, "model": "a/model"}):
+            assert 404 == (await it.http.post("/tokenize", json=body, headers=bearer("a"))).status_code
+        assert 404 == (await it.http.post("/generate", json=TEXT, headers=bearer("a"))).status_code
+
+
 async def test_several_instances_may_name_several_adapters(tmp_path: Path, template: str) -> None:
     async with adapting(tmp_path, template) as (it, asked):
         instances = [by_adapter_id("alice"), TEXT, by_model(CHAT)("bob")]
