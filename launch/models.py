@@ -18,6 +18,7 @@ from launch.logs import Log
 from launch.processes import child_environment
 from launch.settings import Settings
 from router.config import own_names
+from server.adapters.config import AdapterConfig, AdapterError
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
 
@@ -65,8 +66,10 @@ def resolve_adapters(settings: Settings, environ: Mapping[str, str], log: Log) -
             continue
         try:
             folder = hub.resolve_adapter(source.given, revision=source.revision, **_hub_of(settings, environ, log))
+            if other := other_base(source.name, AdapterConfig.read(folder), settings):
+                log.warn(other)
             found.append((source.name, folder))
-        except HubError as error:
+        except (HubError, AdapterError) as error:
             problems.append(f"--lora-adapters {source.name}: {error}")
     if problems:
         raise Refusal(problems, 1)
@@ -78,6 +81,16 @@ def name_problem(source: AdapterSource, settings: Settings) -> str:
     if source.name not in own_names(settings.shown_model, settings.values["served_model_name"]):
         return ""
     return f"--lora-adapters: {source.name} is the model's own name: write NAME=ID with another one"
+
+
+def other_base(name: str, config: AdapterConfig, settings: Settings) -> str:
+    """What is said of an adapter that was trained on a model of another name; empty: it was not, or does not say so."""
+    if not (base := config.other_base(settings.shown_model)):
+        return ""
+    return (
+        f"the adapter {name} was trained on {base}, and {settings.shown_model} is served: where its shapes "
+        "fit, it is computed all the same"
+    )
 
 
 def resolve_adapter(name: str, settings: Settings, environ: Mapping[str, str], log: Log) -> Path:

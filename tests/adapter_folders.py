@@ -14,9 +14,9 @@ def weights(content: str = "a", num_bytes: int = 64) -> bytes:
     return struct.pack("<Q", len(header)) + header + data
 
 
-def adapter_folder(path: Path, content: str = "a") -> Path:
+def adapter_folder(path: Path, content: str = "a", **config: object) -> Path:
     """Make the folder, or write other content into it."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, **config}))
     (path / "adapter_model.safetensors").write_bytes(weights(content))
     return path

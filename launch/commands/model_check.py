@@ -19,7 +19,7 @@ from launch.commands.findings import Findings
 from launch.compatibility.docker import Container
 from launch.config import parse_adapters
 from launch.machine import Placement
-from launch.models import Description, find_description, is_offline, name_and_revision, name_problem
+from launch.models import Description, find_description, is_offline, name_and_revision, name_problem, other_base
 from launch.settings import Settings
 from router.config import most_adapter_bytes
 from server.adapters.config import AdapterConfig, AdapterError
@@ -103,7 +103,8 @@ class ModelCheck:
                 try:
                     where = (Path(spare), source.given, source.revision, ADAPTER)
                     found = find_description(self.settings, self.variables, *where)
-                    AdapterConfig.read(found.folder)
+                    if other := other_base(source.name, AdapterConfig.read(found.folder), self.settings):
+                        findings.notes.append(other)
                     if found.cache is None:
                         self._check_adapter_files(found.folder)
                 except (HubError, AdapterError) as error:

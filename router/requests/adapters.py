@@ -14,6 +14,9 @@ Left out: what lies on the disk (`adapter_files.py`), where adapters are in memo
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -29,6 +32,7 @@ from router.scheduling.adapters import Adapter
 from router.telemetry.request_log import harmless
 
 LOOK_S = 1.0  # how long what was seen of files is believed
+TELL_S = 1.0  # between two lines of the log about what is not served
 READS_AT_ONCE = 2  # threads that read whole adapters
 MOST_FOUND = 10_000  # that are kept of the folder's; others are found again when they are asked for
 MOST_NAMED = 10_000  # where loading comes to an end
@@ -37,6 +41,8 @@ SHOWN_NAMES = 10  # in a refusal
 BASE = ""  # what stands for the model without an adapter, among the names that a key may use
 GB = 10**9
 NO_LIMIT = 1 << 62
+
+logger = logging.getLogger(__name__)
 
 Allowed = Collection[str] | None  # names that a key may use; None: all
 
@@ -101,6 +107,7 @@ class Adapters:
         self._arriving: dict[str, Source] = {}  # that are looked at for the first time
         self._unloaded: OrderedDict[str, None] = OrderedDict()  # names that the folder does not bring back
         self._reading = asyncio.Semaphore(READS_AT_ONCE)
+        self._tells_again = -math.inf
 
     # ------------------------------------------------------------------------------------------------------- asking
 
@@ -143,11 +150,18 @@ class Adapters:
             raise self._unknown(name, allowed)
         try:
             return await self._adapter(source)
-        except Missing:
+        except Missing as error:
             self._found.pop(name, None)
+            self._tell(source, error)
             if name in self._named:
                 raise Unavailable(f"the files of the adapter {name} are not there: put them back") from None
             raise self._unknown(name, allowed) from None
+
+    def _tell(self, source: Source, error: Missing) -> None:
+        """Say in the log why what lies in the folder is not served; not of all, since anybody may ask for anything."""
+        if self._clock() >= self._tells_again and source.within is not None and os.path.lexists(source.path):
+            self._tells_again = self._clock() + TELL_S
+            logger.warning("%s in the folder for adapters is not served: it %s", harmless(source.name), error)
 
     async def listed(self) -> list[Adapter]:
         """Those that the settings name. Raises ValueError for one that cannot be read."""

@@ -101,6 +101,14 @@ class AdapterConfig:
             raise AdapterError(f"{path} cannot be read ({error.strerror}): give another adapter") from None
         return _checked(path, found)
 
+    def other_base(self, model: str) -> str:
+        """What it was trained on, quoted, where that has another name than a model; empty: it has not, or says nothing.
+
+        The last parts of both names are compared, of which one may say more than the other.
+        """
+        own, other = (name.rstrip("/").rpartition("/")[2].lower() for name in (self.base or "", model))
+        return "" if own.startswith(other) or other.startswith(own) else shown(self.base)
+
     def rank_of(self, name: str) -> int:
         """Of the layer of this name, without what stands around the model. Raises AdapterError."""
         return int(self._said(self._ranks, "rank_pattern", self._key(name), self.rank))

@@ -31,6 +31,7 @@ from server.adapters.config import AdapterConfig, AdapterError, AdapterUnreadabl
 from server.adapters.identity import CONFIG, ContentCheck, opened
 from server.adapters.names import plain_name
 from server.checkpoint.files import HubError, checked_file
+from server.quantisation.configs import shown
 
 WHOLE, SEVERAL = "adapter_model.safetensors", "adapter_model*.safetensors"
 PREFIX = "base_model.model."
@@ -167,9 +168,10 @@ class AdapterFiles:
         stored = self._stored[name]
         if len(stored.shape) != len(shape) or any(b not in (None, a) for a, b in zip(stored.shape, shape, strict=True)):
             wanted = " x ".join("any" if size is None else str(size) for size in shape)
+            base = f"it was trained on {shown(self.config.base)}" if self.config.base else "it is of another model"
             raise AdapterError(
                 f"{self.told(name)} has shape {list(stored.shape)}, and the model and {self.config.path.name} ask for "
-                f"{wanted}: it is of another model, or damaged"
+                f"{wanted}: {base}, or damaged"
             )
         first, last = rows or (0, stored.shape[0])
         if name in self._held:

@@ -291,6 +291,8 @@ def test_adapters_are_looked_at(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "alice")
     argv, weights = ["--lora-adapters", str(folder)], folder / "adapter_model.safetensors"
     assert [] == check(argv).problems and "whether the adapters go with the model" in check(argv).unchecked[0]
+    adapter_folder(folder, base_model_name_or_path="org/Other-7B")
+    assert "the adapter alice was trained on 'org/Other-7B', and" in check(argv).notes[-1]
     named = check(["--lora-adapters", f"tgi={folder}"]).problems
     assert ["--lora-adapters: tgi is the model's own name: write NAME=ID with another one"] == named
     few = [*argv, "--adapter-memory", "0.001"]

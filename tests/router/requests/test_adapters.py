@@ -146,6 +146,20 @@ async def test_no_name_leads_out_of_the_folder_or_to_what_is_hidden(home: Path, 
     assert [] == list(found.names()) and not found._arriving and not found._unloaded
 
 
+async def test_the_log_says_why_what_lies_there_is_not_served(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (home / "empty").mkdir()
+    (home / "up").symlink_to("..")
+    found = of_folder(home)
+    for name in ("empty", "nothing", "up"):
+        await refusal(found, name)
+    found._clock.now += 2  # type: ignore[attr-defined]
+    await refusal(found, "up")
+    assert [
+        "empty in the folder for adapters is not served: it has no adapter_config.json",
+        "up in the folder for adapters is not served: it does not lie in the folder for adapters",
+    ] == caplog.messages
+
+
 async def test_a_link_within_the_folder_may_be_turned(home: Path) -> None:
     adapter_folder(home / "v2", "b")
     (home / "latest").symlink_to("alice")

@@ -149,6 +149,19 @@ def test_tokens_are_those_of_their_table(tmp_path: Path) -> None:
     assert None is found.tokens_of("other")
 
 
+@pytest.mark.parametrize(
+    ("base", "model", "other"),
+    [
+        ("org/Model-7B", "/models/model-7b/", ""),
+        ("/home/me/model-7b", "org/Model-7B-GPTQ", ""),
+        ("org/Model-7B", "org/Other-7B", "'org/Model-7B'"),
+        (None, "org/Other-7B", ""),
+    ],
+)
+def test_what_it_was_trained_on_is_compared_by_name(tmp_path: Path, base: str | None, model: str, other: str) -> None:
+    assert other == read(tmp_path, base_model_name_or_path=base).other_base(model)
+
+
 def test_a_weight_that_was_chosen_as_a_parameter_is_found_by_its_name_in_patterns(tmp_path: Path) -> None:
     """As PEFT compares them, which calls the others by their modules."""
     patterns = {"gate": 5, "gate.weight": 7, "q_proj": 9}
