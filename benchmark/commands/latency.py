@@ -98,6 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="after each batch size, run the same prompts with transformers' `generate` in this process, greedily",
     )
+    parser.add_argument(
+        "--speculate", type=options.positive, nargs="+", action="extend", metavar="N",
+        help="after each batch size, steps that check so many guesses for each sequence: how many tokens must they "
+        "bring it to be worth their time?",
+    )  # fmt: skip
     launch.add_server_arguments(parser)
 
 
@@ -105,6 +110,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure every batch size and print the tables; 0. Raises BenchError."""
     prepare_output(args.output)
     args.batch_size = options.distinct(args.batch_size or BATCH_SIZES)
+    args.speculate = options.distinct(args.speculate or ())
+    if args.speculate and (most := args.decode_length - 2) < max(args.speculate):
+        raise BenchError(
+            f"--speculate {max(args.speculate)} does not fit into --decode-length {args.decode_length}: give {most} at "
+            "most"
+        )
     with shards.target_for(args, _limits(args)) as target:
         launch.run_interruptible(_measure(args, target))
     return 0
@@ -128,6 +139,7 @@ def _limits(args: argparse.Namespace) -> list[str]:
         "--max-batch-total-tokens": largest * blocks * shapes.BLOCK_SIZE,
         "--max-concurrent-requests": largest,
         "--max-top-n-tokens": args.top_n_tokens or 0,
+        **({"--speculate": max(args.speculate)} if args.speculate else {}),
     }
     return launch.flags_of(limits)
 
@@ -163,6 +175,8 @@ async def _measure(args: argparse.Namespace, target: shards.MeasuredShards) -> N
                 await _measure_point(args, info, driver, point, view, gauge)
                 points.append(point)
                 result.rows = rows(points, floors.served)
+                if args.speculate:
+                    result.extra.setdefault("speculate", []).extend(await _guess_rows(args, info, driver, batch_size))
                 if peer is not None:
                     runs = await asyncio.to_thread(_run_peer, args, info, peer, batch_size)
                     result.extra.setdefault("transformers", []).extend(peer_rows(result.rows, batch_size, runs))
@@ -216,8 +230,38 @@ async def _profile_rows(
     return [row for one in profiles for row in one.rows()]
 
 
+async def _guess_rows(
+    args: argparse.Namespace, info: ModelInfo, driver: StepDriver, batch_size: int
+) -> list[dict[str, Any]]:
+    """Of each number of guesses, none first, the median time of a step, and what it is of one without."""
+    prompts = random_prompts(batch_size, args.sequence_length, info.vocab_size, args.seed)
+    sampling = [sampling_of(args, args.seed + index) for index in range(batch_size)]
+    [guesses] = random_prompts(1, max(args.speculate), info.vocab_size, args.seed + 1)
+    counts, steps = [0, *args.speculate], dict[int, list[float]]()
+    for _ in range(args.runs):
+        for count in counts:  # in turn, since a machine's speed changes
+            seconds = await driver.check_guesses(prompts, args.decode_length, sampling, guesses[:count])
+            steps.setdefault(count, []).append(1000 * median(seconds))
+    rows = []
+    for count in counts:
+        ratios = [its / plain for its, plain in zip(steps[count], steps[0], strict=True)]
+        rows.append(
+            {"batch_size": batch_size, "guesses": count, "p50_ms": median(steps[count]), "ratio": median(ratios),
+             "samples_ms": steps[count]}
+        )  # fmt: skip
+    return rows
+
+
+def guess_table(rows: Sequence[dict[str, Any]]) -> str:
+    """What checking guesses costs; empty where none was asked for."""
+    cells = [[r["guesses"], r["batch_size"], f"{r['p50_ms']:.2f} ms", f"{r['ratio']:.2f}"] for r in rows]
+    return table(("Guesses", "Batch Size", "p50 of a step", "Pays from tokens"), cells) if cells else ""
+
+
 def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> None:
     """Refuse what cannot run before anything runs."""
+    if args.speculate and not info.takes_drafts:
+        raise BenchError("this model takes no guesses: leave --speculate out")
     length = args.sequence_length + args.decode_length
     if 0 < info.max_positions < length:
         raise BenchError(
@@ -280,6 +324,7 @@ def _context(args: argparse.Namespace, target: shards.MeasuredShards, info: Mode
     arguments = arguments_of(args)
     names = ["batch_size", "sequence_length", "decode_length", "top_n_tokens", "seed"]
     names += ["like_tgi"] if args.like_tgi else []
+    names += ["speculate"] if args.speculate else []
     return RunContext.gather(
         "latency",
         model=target.name,
@@ -316,6 +361,7 @@ def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
         arguments_table(args, model),
         f"{latency_table(result.rows)}\n\n\n{throughput_table(result.rows)}",
         floor_table(result.rows),
+        guess_table(result.extra.get("speculate", [])),
         peer_table(result.extra.get("transformers", []), STEPS),
         shards.profile_table(result.extra.get("profile", [])),
         footer(result),

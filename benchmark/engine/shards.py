@@ -36,6 +36,7 @@ from benchmark.cost.roofline import ServedModel
 from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
 from benchmark.result import BenchError, SampleSummary, table
 from benchmark.terminal import words
+from router.scheduling.plan import Extension
 from router.scheduling.request import Sampling, ValidRequest
 from router.shards.client import ModelInfo, OperatorTime, ShardedClient, ShardError, Shards, StepReply, StepRequest
 from router.shards.wire import new_sequence, step_request
@@ -318,6 +319,43 @@ class StepDriver:
         intervals = [late - early for early, late in itertools.pairwise(replies)]
         return Times(prefill, replies[-1] - replies[0], intervals, computed, steps)
 
+    async def check_guesses(
+        self,
+        prompts: Sequence[Sequence[int]],
+        decode_length: int,
+        sampling: Sequence[Sampling],
+        guesses: Sequence[int],
+    ) -> list[float]:
+        """Prefill all prompts, then have each step check these guesses for every sequence; the seconds of each step.
+
+        Guesses are nearly always wrong, so that a step brings each sequence one token, of `decode_length` at most. None
+        is under way while another is computed, for that one's tokens tell what may be guessed; without guesses too.
+        """
+        ids = [next(self._ids) for _ in prompts]
+        first = request = self._prefill(ids, prompts, decode_length, sampling, 0)
+        lengths = {new.id: len(new.token_ids) for new in first.add}
+        most = max(lengths.values()) + decode_length - 1 - len(guesses)
+        seconds: list[float] = []
+        while True:
+            began = self._clock()
+            self._shards.send(request)
+            reply = _without_error(await self._shards.receive())
+            if request is not first:
+                seconds.append(self._clock() - began)
+            brought: dict[int, list[int]] = {id: [] for id in ids}
+            for id, token_id in zip(reply.ids, reply.token_ids, strict=True):
+                brought[id].append(token_id)
+                lengths[id] += 1
+            if max(lengths.values()) > most:
+                break
+            came = {} if request is first else brought
+            drafts = {
+                id: Extension(lengths[id] - 1, [brought[id][-1], *guesses], came.get(id, ())) for id in ids if guesses
+            }
+            request = step_request(next(self._step_numbers), decode=not drafts, drafts=drafts)
+        await self._exchange(step_request(next(self._step_numbers), retire=ids), 0)
+        return seconds
+
     def _prefill(
         self,
         ids: Sequence[int],
@@ -367,10 +405,14 @@ class StepDriver:
         return reply
 
 
-def _checked(reply: StepReply, num_tokens: int) -> StepReply:
+def _without_error(reply: StepReply) -> StepReply:
     if reply.error:
         raise BenchError(f"a step failed on the shards: {reply.error}")
-    if len(reply.ids) != num_tokens:
+    return reply
+
+
+def _checked(reply: StepReply, num_tokens: int) -> StepReply:
+    if len(_without_error(reply).ids) != num_tokens:
         raise BenchError(f"a step gave {len(reply.ids)} tokens where {num_tokens} were due: the server is not idle")
     return reply
 

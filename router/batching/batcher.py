@@ -34,8 +34,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from router.batching.adapter_mover import AdapterMover
@@ -341,8 +342,10 @@ class Batcher:
                 entry.note_logprobs(prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
         top_ids, top_logprobs, top_start = reply.top_ids, reply.top_logprobs, 0
         going_on: dict[Entry, list[int]] = {}  # what those got that wait for what it leads to
-        for id, token_id, logprob, top_count in zip(
-            reply.ids, reply.token_ids, reply.logprobs, reply.top_counts, strict=True
+        # Of a sequence that got several tokens, all but the last were guessed.
+        guessed = (this == next for this, next in pairwise([*reply.ids, None]))
+        for id, token_id, logprob, top_count, is_guess in zip(
+            reply.ids, reply.token_ids, reply.logprobs, reply.top_counts, guessed, strict=True
         ):
             top = slice(top_start, top_start + top_count)
             top_start += top_count
@@ -353,7 +356,7 @@ class Batcher:
                 self._metrics.surplus_tokens.inc()
             else:
                 top_tokens = list(zip(top_ids[top], top_logprobs[top], strict=True)) if top_count else []
-                self._deliver_tokens(entry, token_id, logprob, top_tokens, received_at)
+                self._deliver_tokens(entry, token_id, logprob, top_tokens, received_at, is_guess=is_guess)
                 if entry.match is not None or self._scheduler.speculation is not None:
                     going_on.setdefault(entry, []).append(token_id)
         proposals = proposals_of(reply)
@@ -376,7 +379,9 @@ class Batcher:
             guess = self._scheduler.guess(entry, proposal)
             self._grammar_waits.ask(entry, token_ids, guess)
 
-    def _deliver_tokens(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
+    def _deliver_tokens(
+        self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float, *, is_guess: bool
+    ) -> None:
         """Turn a token, and those that were forced before it, into text and events.
 
         Whatever goes wrong here is this request's alone.
@@ -384,15 +389,17 @@ class Batcher:
         try:
             for known in self._delivery.take_forced(entry):
                 self._deliver_token(entry, *known, now)
-            self._deliver_token(entry, token_id, logprob, top, now)
+            self._deliver_token(entry, token_id, logprob, top, now, is_guess=is_guess)
         except Exception:
             logger.exception("a token of sequence %d could not be delivered", entry.id)
             self._fail(entry, IncompleteGeneration())
 
-    def _deliver_token(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
+    def _deliver_token(
+        self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float, *, is_guess: bool = False
+    ) -> None:
         if entry.is_over:  # a forced token before this one has ended it
             self._metrics.surplus_tokens.inc()
-        elif (reason := self._delivery.deliver(entry, token_id, logprob, top, now)) is not None:
+        elif (reason := self._delivery.deliver(entry, token_id, logprob, top, now, is_guess=is_guess)) is not None:
             self._finish(entry, reason)
 
     # ------------------------------------------------------------------------------------------------- end
@@ -580,7 +587,7 @@ class Delivery:
         self._metrics = metrics
 
     def deliver(
-        self, entry: Entry, token_id: int, logprob: float, top_tokens: Candidates, now: float
+        self, entry: Entry, token_id: int, logprob: float, top_tokens: Candidates, now: float, *, is_guess: bool
     ) -> FinishReason | None:
         """Give a token to its reader; why it is the last, if it is."""
         if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
@@ -589,7 +596,8 @@ class Delivery:
         text, reason = entry.generated.push(token_id)
         self._scheduler.delivered(entry, token_id)
         self._note_time(entry, now)
-        entry.events.put_nowait(self._token(entry, token_id, text, logprob, top_tokens))
+        token = self._token(entry, token_id, text, logprob, top_tokens)
+        entry.events.put_nowait(replace(token, guessed=True) if is_guess else token)
         return reason
 
     def take_known(self, entry: Entry, tokens: Sequence[KnownToken]) -> FinishReason | None:
@@ -623,7 +631,8 @@ class Delivery:
         """A token that was generated, and whose text has just been found. Raises TokenizerError."""
         is_special = token_id in self._tokenizer.special_ids and token_id not in entry.request.ends.shown_ids
         if entry.request.sampling.raw_logprobs:
-            return ScoredToken(token_id, text, logprob, is_special, (), entry.generated.piece, candidates)
+            piece = entry.generated.piece
+            return ScoredToken(token_id, text, logprob, is_special, piece=piece, candidates=candidates)
         return Token(token_id, text, logprob, is_special, tuple(self._lone(id, value) for id, value in candidates))
 
     def _prompt(self, entry: Entry) -> PromptTokens | PromptScores:

@@ -123,6 +123,7 @@ class Token:
     logprob: float | None
     special: bool
     top_tokens: tuple[Token, ...] = ()
+    guessed: bool = False  # it was known before its step, which has confirmed it
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 // What a model writes is hostile until proved otherwise: it reaches the page as the text of nodes, and in no other way.
 
 /**
- * One piece of text as it arrives: { text, tokens }. A token is { text, logprob, id, special, alternatives }; there are
+ * One piece of text as it arrives: { text, tokens }. A token is { text, logprob, id, special, guessed, alternatives }; there are
  * several where only together they are characters, and none where the server gives no probabilities.
  */
 export class TokenView {
@@ -62,6 +62,7 @@ export class TokenView {
       const known = span.tokens.filter(({ logprob }) => typeof logprob === "number");
       if (known.length) span.style.setProperty("--p", Math.exp(Math.min(0, ...known.map(({ logprob }) => logprob))).toFixed(4));
       if (span.tokens.every(({ special }) => special)) span.classList.add("special");
+      if (span.tokens.every(({ guessed }) => guessed)) span.classList.add("guessed");
       if (/^\s*\n\s*$/.test(text)) span.classList.add("newline");
       this.spans.push(span);
     }
@@ -172,6 +173,7 @@ function described(token) {
   head.append(node("strong", visible(token.text)), node("span", known ? percent(token.logprob) : "no probability"));
   const facts = [...(token.id === undefined ? [] : [`token ${token.id}`]), ...(known ? [`log ${token.logprob.toFixed(3)}`] : [])];
   if (token.special) facts.push("special");
+  if (token.guessed) facts.push("guessed ahead");
   box.append(head, node("p", facts.join(" · "), "facts"));
   if (token.alternatives?.length) {
     const list = document.createElement("ol");

@@ -71,6 +71,7 @@ class Run {
     this.began = performance.now();
     this.first = 0;
     this.last = 0;
+    this.numGuessed = 0;
     view.clear();
     view.element.setAttribute("aria-busy", "true");
     ownIds.add(this.requestId);
@@ -80,6 +81,7 @@ class Run {
     this.last = performance.now();
     this.first ||= this.last;
     this.numTokens += piece.tokens?.length || 1;
+    this.numGuessed += piece.tokens?.filter(({ guessed }) => guessed).length ?? 0;
     this.text += piece.tokens?.every(({ special }) => special) && piece.tokens.length ? "" : piece.text;
     this.view.add(piece);
   }
@@ -97,6 +99,7 @@ class Run {
       ? [(this.last - this.first) / 1000, this.numTokens - 1]
       : [(this.last - this.began) / 1000, this.numTokens];
     if (seconds > 0 && count > 0) facts.push(`${(count / seconds).toFixed(1)} tokens/s`);
+    if (this.numGuessed) facts.push(`${this.numGuessed} guessed ahead`);
     if (this.isStream) facts.push(`first token after ${Math.round(this.first - this.began)} ms`);
     const endings = { stopped: "stopped here", length: "ended by length", stop: "ended by the model or a stop sequence", eos_token: "ended by the model", stop_sequence: "ended by a stop sequence" };
     if (this.reason) facts.push(endings[this.reason] ?? `ended: ${this.reason}`);
@@ -137,9 +140,9 @@ function nativePiece(token, top) {
   const alternatives = Array.isArray(top)
     ? top.map(({ id, text, logprob }) => ({ id, text: String(text), logprob: logprob ?? -Infinity })) // JSON has no infinity
     : [];
-  const { id, logprob, special } = token;
+  const { id, logprob, special, guessed } = token;
   const text = String(token.text);
-  return { text, tokens: [{ id, text, logprob, special: special === true, alternatives }] };
+  return { text, tokens: [{ id, text, logprob, special: special === true, guessed: guessed === true, alternatives }] };
 }
 
 function noteDetails(details, raw, run) {

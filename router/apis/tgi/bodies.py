@@ -64,6 +64,7 @@ class TokenBody(TypedDict):
     text: str
     logprob: float | None
     special: bool
+    guessed: NotRequired[Annotated[bool, Field(description="Guessed ahead; absent: not.")]]
 
 
 class PromptTokenBody(TypedDict):
@@ -168,7 +169,10 @@ def _details(answer: Answer, given: GenerateParameters) -> Details:
 
 def token_body(token: Token) -> TokenBody:
     """A token of an answer."""
-    return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
+    body: TokenBody = {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
+    if token.guessed:
+        body["guessed"] = True
+    return body
 
 
 def response_headers(

@@ -76,7 +76,7 @@ class EventFrames:
 
     def _token_frame(self, token: Token) -> bytes:
         """What `_frame` writes for a token that is not the last, at half the price."""
-        if token.top_tokens:
+        if token.top_tokens or token.guessed:
             return self._frame(token, None)
         self._index += 1
         text, logprob = dumps(token.text), dumps(token.logprob)

@@ -106,6 +106,31 @@ def test_like_tgi_one_step_is_under_way_and_its_text_is_part_of_its_time() -> No
     assert [10, 10] == [len(tokens) for tokens in texts]
 
 
+@pytest.mark.parametrize("next_token", [lambda *_: 5, lambda *_: 7], ids=["all right", "all wrong"])
+def test_steps_check_guesses_for_every_sequence(next_token: Callable[..., int]) -> None:
+    """By the strict fake's rules, whatever comes of the guesses; all blocks are free afterwards."""
+    time = ManualTime()
+    fake = FakeShardedClient(step_delay_s=0.5, clock=time.clock, sleep=time.sleep, next_token=next_token)
+    driver = StepDriver(fake, fake.block_size, fake.num_blocks, clock=time.clock)
+    prompts = random_prompts(3, 8, fake.vocab_size, seed=0)
+    found = {n: asyncio.run(driver.check_guesses(prompts, 12, [Sampling()] * 3, [5] * n)) for n in (0, 2)}
+    assert {0.5} == {*found[0], *found[2]}
+    assert (11, 3 if next_token() == 5 else 9) == (len(found[0]), len(found[2]))
+    assert {3} == {len(request.drafts) for request in fake.requests if request.drafts}
+    assert set() == fake.live_ids
+
+
+def test_what_guesses_cost_is_told_beside_plain_steps() -> None:
+    rows = [
+        {"guesses": 0, "batch_size": 8, "p50_ms": 2.0, "ratio": 1.0},
+        {"guesses": 4, "batch_size": 8, "p50_ms": 3.0, "ratio": 1.5},
+    ]
+    assert [["0", "8", "2.00 ms", "1.00"], ["4", "8", "3.00 ms", "1.50"]] == [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in latency.guess_table(rows).splitlines()[2:]
+    ]
+    assert "" == latency.guess_table([])
+
+
 def test_a_failed_step_ends_the_run_with_its_sentence() -> None:
     with pytest.raises(BenchError, match="a step failed on the shards: out of memory"):
         run_steps(FakeShardedClient(failing_steps={3: "out of memory"}), 1, 8, 10)
@@ -300,6 +325,7 @@ def test_a_profile_names_operators_and_leaves_traces(
     server: launch.Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["-b", "2", "-s", "9", "-d", "5", "-r", "1", "--profile", "--like-tgi", "--model-id", str(launch.DEMO)]
+    flags += ["--speculate", "2"]
     flags += ["--shard-uds-path", server.sockets[0].removesuffix("-0")]
     assert 0 == main(["latency", *flags, "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "result.json").read_text())["profile"]
@@ -307,6 +333,7 @@ def test_a_profile_names_operators_and_leaves_traces(
     assert any("linear" in row["where"] or "addmm" in row["where"] or "mm" in row["where"] for row in rows)
     assert all(0 <= row["percent"] <= 100.1 for row in rows)
     out = capfd.readouterr().out
+    assert "| Guesses | Batch Size |" in out
     assert "| Where " in out and "one request under way, whose tokens are made text" in out
     trace = json.loads((tmp_path / "trace-decode-2.json").read_text())
     assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])

@@ -306,3 +306,23 @@ async def test_tokens_that_were_guessed_count_as_decoded() -> None:
         assert 200 == (await it.post("/generate", "A" * 40, max_new_tokens=60)).status_code
         assert any(request.drafts for request in shards.requests)
         assert 59 == (await get(it, "/playground/batch")).json()["decoded_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_tokens_that_were_guessed_are_marked(path: str) -> None:
+    """All that a step brought a sequence but the last."""
+    shards = fake_shards(make_limits(speculate=6), next_token=lambda *_: 65, step_delay_s=0.005)
+    async with site(shards, speculate=6) as it:
+        answer = await it.post(path, "A" * 40, max_new_tokens=60, details=True)
+        metrics = (await it.http.get("/metrics")).text
+        plain = await it.post("/generate", "A" * 40, max_new_tokens=60, details=True, speculate=0)
+    if path == "/generate":
+        tokens = answer.json()["details"]["tokens"]
+    else:
+        frames = [line.removeprefix("data:") for line in answer.text.splitlines() if line.startswith("data:")]
+        tokens = [json.loads(frame)["token"] for frame in frames]
+    guessed = [token for token in tokens if token.get("guessed")]
+    right = next(line for line in metrics.splitlines() if line.startswith("tgi_request_right_guesses"))
+    assert 60 == len(tokens) and 10 < len(guessed) <= float(right.split()[-1])
+    assert {True} == {token["guessed"] for token in guessed} and not tokens[0].get("guessed")
+    assert not any("guessed" in token for token in plain.json()["details"]["tokens"])

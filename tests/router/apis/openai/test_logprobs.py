@@ -55,7 +55,7 @@ def shown_of(tokenizer: ModelTokenizer, ids: Sequence[int], stop: Sequence[str] 
     found, text = [], ""
     for place, id in enumerate(ids):
         piece, reason = generated.push(id)
-        token = ScoredToken(id, piece, -float(place), id in tokenizer.special_ids, (), generated.piece)
+        token = ScoredToken(id, piece, -float(place), id in tokenizer.special_ids, piece=generated.piece)
         found += shown.push(token)
         text += piece
         assert text.startswith("".join(one.text for one in found))
@@ -93,7 +93,7 @@ def test_parts_of_a_character_have_entries_once_it_is_shown() -> None:
 def test_parts_of_a_character_are_named_by_their_bytes() -> None:
     shown = ShownTokens(byte_tokenizer())
     tokens = [
-        ScoredToken(byte, piece, -1.0, False, (), piece) for byte, piece in zip("é".encode(), ["", "é"], strict=True)
+        ScoredToken(byte, piece, -1.0, False, piece=piece) for byte, piece in zip("é".encode(), ["", "é"], strict=True)
     ]
     [lead, last] = [one for token in tokens for one in shown.push(token)]
     content = Scoring(0, byte_tokenizer()).of_chat([lead, last])["content"]
