@@ -205,8 +205,8 @@ class ExpertsChange:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
-        return sum(change.nbytes for change in self.experts if change is not None)
+        """Memory that it takes, where all experts' changes are stacked: as if each were as large as the largest."""
+        return len(self.experts) * max((change.nbytes for change in self.experts if change is not None), default=0)
 
 
 @dataclass(frozen=True)

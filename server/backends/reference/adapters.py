@@ -33,7 +33,7 @@ from server.backends.protocol import (
     Summand,
     TokenAdapters,
 )
-from server.backends.reference.linear import Gate, GroupedDense, activated
+from server.backends.reference.linear import Gate, activated, padded
 
 C = TypeVar("C")
 
@@ -138,64 +138,77 @@ def changed(change: LinearChange, x: Tensor, product: Tensor, bias: Tensor | Non
 
 
 @dataclass(frozen=True)
-class StackedChange:
+class StackedChange(ExpertsChange):
     """What an adapter makes of a layer of all experts, whose parts stand as one: x → up(down(x))."""
 
-    down: GroupedDense | None  # [E, R, D]; None: there are no parts
-    up: GroupedDense | None  # [E, F, R], zeros where a part has none, times its scale
-    bias: Tensor | None  # [E, F]
-    gain: Tensor | None  # [E, F]
+    experts: tuple[LinearChange | None, ...] = ()
+    down: Tensor | None = None  # [E, R, D], both of these in whole units of memory; None: there are no parts
+    up: Tensor | None = None  # [E, F, R], zeros where a part has none, times its scale
+    bias: Tensor | None = None  # [E, F]
+    gain: Tensor | None = None  # [E, F]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.down, self.up, self.bias, self.gain) if tensor is not None)
 
     @classmethod
-    def of(cls, change: ExpertsChange, outputs: int, like: Tensor) -> StackedChange:
-        """outputs: F. like: of the dtype and the device of the inputs [T, D]."""
-        parts = [() if one is None else one.parts for one in change.experts]
-        most = max(sum(map(_rank, own)) if own else 0 for own in parts)
+    def of(cls, change: ExpertsChange) -> StackedChange:
+        """The same, unless it was stacked before."""
+        if isinstance(change, StackedChange):
+            return change
+        experts = [LinearChange() if one is None else one for one in change.experts]
+        every = [part for one in experts for part in one.parts]
         down, up = None, None
-        if most:
-            inputs = like.shape[1]
-            both = [_stacked(own, most, outputs, inputs, like) for own in parts]
-            down, up = (GroupedDense(iter([pair[i] for pair in both]), len(both)) for i in range(2))
-        biases, gains = (
-            [None if one is None else getattr(one, name) for one in change.experts] for name in ("bias", "gain")
-        )
-        return cls(down, up, _rows_of(biases, 0.0, outputs, like), _rows_of(gains, 1.0, outputs, like))
+        if every:
+            inputs = max(part.up.shape[1] if part.down is None else part.down.shape[1] for part in every)
+            outputs = max(part.first + len(part.up) for part in every)
+            ranks = max(sum(map(_rank, one.parts)) for one in experts)
+            like = every[0].up
+            down = like.new_zeros(len(experts), padded(ranks, like), padded(inputs, like))
+            up = like.new_zeros(len(experts), outputs, padded(ranks, like))
+            for one, *both in zip(experts, down, up, strict=True):
+                _stack(one.parts, *both)
+        biases, gains = ([getattr(one, name) for one in experts] for name in ("bias", "gain"))
+        return cls((), down, up, _rows_of(biases, 0.0), _rows_of(gains, 1.0))
 
 
 def _rank(part: LowRank) -> int:
     return part.up.shape[1]
 
 
-def _stacked(parts: Sequence[LowRank], most: int, outputs: int, inputs: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, D] and [F, R] of one expert, filled up with zeros."""
-    down, up, rank = like.new_zeros(most, inputs), like.new_zeros(outputs, most), 0
+def _stack(parts: Sequence[LowRank], down: Tensor, up: Tensor) -> None:
+    """Into zeros [R, D] and [F, R] of one expert."""
+    rank = 0
     for part in parts:
         own = slice(rank, rank + _rank(part))
-        down[own] = torch.eye(inputs) if part.down is None else part.down
+        inputs = _rank(part) if part.down is None else part.down.shape[1]
+        down[own, :inputs] = torch.eye(inputs, dtype=down.dtype) if part.down is None else part.down
         up[part.first : part.first + len(part.up), own] = part.scale * part.up
         rank = own.stop
-    return down, up
 
 
-def _rows_of(values: Sequence[Tensor | None], otherwise: float, width: int, like: Tensor) -> Tensor | None:
-    if all(value is None for value in values):
+def _rows_of(values: Sequence[Tensor | None], otherwise: float) -> Tensor | None:
+    width = next((len(value) for value in values if value is not None), 0)
+    if not width:
         return None
-    rows = [torch.full((width,), otherwise) if value is None else value.float() for value in values]
-    return torch.stack(rows).to(like.device)
+    return torch.stack([torch.full((width,), otherwise) if value is None else value.float() for value in values])
 
 
-class StockAdaptedExperts(Rows[ExpertsChange]):
+class StockAdaptedExperts(Rows[StackedChange]):
     """An `AdaptedExperts` over any format of torch's operators."""
 
     def __init__(self, layer: GroupedLinear, tokens: TokenAdapters, device: Device, gate: Gate | None):
         super().__init__(tokens, device)
         self._layer = layer
         self._gate = gate
-        self._stacked: dict[int, StackedChange] = {}
+
+    def stage(self, change: ExpertsChange) -> StackedChange:
+        """See `AdaptedExperts`."""
+        return super().stage(StackedChange.of(change))
 
     def put(self, row: int, change: ExpertsChange | None) -> None:
-        super().put(row, change)
-        self._stacked.pop(row, None)
+        """See `AdaptedExperts`."""
+        super().put(row, None if change is None else StackedChange.of(change))
 
     @property
     def nbytes(self) -> int:
@@ -222,20 +235,19 @@ class StockAdaptedExperts(Rows[ExpertsChange]):
         assert rows is not None
         for row in self._tokens.present:
             if row in self._changes:
-                own = self._own(row, x, plain, ends, experts)
+                own = _changed_experts(self._changes[row], x, plain, ends, experts)
                 own = own if bias is None else own + bias[experts]
                 y = torch.where((rows == row).unsqueeze(1), own, y)
         return activated(y.to(x.dtype), activation, self._gate)
 
-    def _own(self, row: int, x: Tensor, product: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """What the adapter in a row makes of the product [T, F] of all tokens, in float32."""
-        if row not in self._stacked:
-            self._stacked[row] = StackedChange.of(self._changes[row], product.shape[1], x)
-        change = self._stacked[row]
-        y = product if change.gain is None else product * change.gain[experts]
-        if change.down is not None and change.up is not None:
-            y = y + change.up(change.down(x, ends), ends)
-        return y if change.bias is None else y + change.bias[experts]
+
+def _changed_experts(change: StackedChange, x: Tensor, product: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
+    """What an adapter makes of the product [T, F] of x [T, D], sorted by expert, in float32."""
+    y = product.clone() if change.gain is None else product * change.gain[experts]
+    if change.down is not None and change.up is not None:
+        shrunk = F.grouped_mm(F.pad(x, (0, change.down.shape[2] - x.shape[1])), change.down.transpose(1, 2), offs=ends)
+        y[:, : change.up.shape[1]] += F.grouped_mm(shrunk, change.up.transpose(1, 2), offs=ends)
+    return y if change.bias is None else y + change.bias[experts]
 
 
 class Experts(GroupedLinear, Protocol):

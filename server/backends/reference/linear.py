@@ -221,6 +221,11 @@ class StockRouting:
 ALIGNED_BYTES = 16
 
 
+def padded(count: int, like: Tensor) -> int:
+    """So many numbers of a tensor's dtype, filled up to whole units of memory, as grouped products have them."""
+    return count + -count % (ALIGNED_BYTES // like.itemsize)
+
+
 class GroupedDense:
     """A `GroupedLinear` of dense weights, stacked; inputs are filled up with zeros to whole units of memory."""
 
@@ -228,8 +233,7 @@ class GroupedDense:
         for expert, weight in enumerate(weights):
             outputs, inputs = weight.shape
             if expert == 0:
-                unit = ALIGNED_BYTES // weight.itemsize
-                self._padding = -inputs % unit
+                self._padding = padded(inputs, weight) - inputs
                 stacked = weight.new_zeros(count, outputs, inputs + self._padding)
             stacked[expert, :, :inputs] = weight
         self._weights = alone(stacked.transpose(1, 2))  # [E, D, F], with D in runs

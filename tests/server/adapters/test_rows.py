@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from server.adapters.adapters import Adapters, Change
+from server.backends.protocol import ExpertsChange, LinearChange, LowRank
+from server.backends.reference.adapters import StackedChange
 from server.pb import generate_pb2 as pb
 from server.stepping.sequences import StepError
 from tests.server.adapters import made
@@ -109,3 +111,11 @@ def test_a_sequence_whose_row_is_empty_fails_its_step_and_never_gets_the_model_s
     with pytest.raises(StepError, match="it is not prepared"):
         engine.launch(unknown)
     assert not engine.adapters.rows  # type: ignore[union-attr]
+
+
+def test_changes_of_few_experts_count_as_what_they_take_when_they_are_stacked() -> None:
+    one = LinearChange((LowRank(0, torch.zeros(32, 16), torch.zeros(24, 32), 1.0),))
+    change = ExpertsChange((None, one, *[None] * 6))
+    stacked = StackedChange.of(change)
+    assert 8 * one.nbytes == change.nbytes == stacked.nbytes
+    assert stacked is StackedChange.of(stacked) and 0 == ExpertsChange((None,)).nbytes
