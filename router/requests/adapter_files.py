@@ -39,6 +39,10 @@ class Appearance:
     folder: str  # without links
     files: tuple[tuple[str, int, int, int, int], ...]
 
+    def has(self, name: str, state: os.stat_result) -> bool:
+        """Whether a file is one of these, which a link may have been turned from since."""
+        return _marks(name, state) in self.files
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -86,19 +90,31 @@ def _files(
         )
     found = []
     for name in sorted([CONFIG, *wanted]):
-        path = os.path.join(folder, name)
-        if home is not None:
-            _refuse_outside(os.path.realpath(path, strict=True), home)
-        status = os.stat(path)
+        status = _state(os.path.join(folder, name), home)
         if not stat.S_ISREG(status.st_mode):
             raise Unfit(f"has a {name} that is no regular file: copy it there")
-        found.append((name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        found.append(_marks(name, status))
     if (size := sum(file[2] for file in found)) > most_bytes:
         raise Unfit(
             f"has {size / 1e9:.2f} GB, and adapter_memory has room for what {most_bytes / 1e9:.2f} GB of files take at "
             "most: raise --adapter-memory"
         )
     return tuple(found)
+
+
+def _state(path: str, home: str | None) -> os.stat_result:
+    """Of a file that lies in the folder for adapters: the one that was opened, wherever links lead a moment later."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if home is not None:
+            _refuse_outside(os.readlink(f"/proc/self/fd/{descriptor}"), home)
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _marks(name: str, state: os.stat_result) -> tuple[str, int, int, int, int]:
+    return name, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _refuse_outside(path: str, home: str | None) -> None:
@@ -111,7 +127,7 @@ def read_content(path: str, within: str | None, most_bytes: int) -> Content:
     for _ in range(NUM_TRIES):
         before = appearance(path, within, most_bytes)
         try:
-            key = content_key(Path(before.folder))
+            key = content_key(Path(before.folder), is_meant=before.has)
         except OSError:
             continue  # the next look says what has become of it
         if appearance(path, within, most_bytes) == before:

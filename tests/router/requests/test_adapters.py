@@ -146,6 +146,23 @@ async def test_no_name_leads_out_of_the_folder_or_to_what_is_hidden(home: Path, 
     assert [] == list(found.names()) and not found._arriving and not found._unloaded
 
 
+async def test_what_lay_outside_while_it_was_read_is_not_served(home: Path, tmp_path: Path) -> None:
+    """A folder that somebody puts in the place of one, and takes back before it is looked at again."""
+    other, spare = adapter_folder(tmp_path / "other", "stolen"), tmp_path / "spare"
+
+    def exchanging(path: Path, **options: Any) -> bytes:
+        (home / "alice").rename(spare)
+        other.rename(home / "alice")
+        try:
+            return content_key(path, **options)
+        finally:
+            (home / "alice").rename(other)
+            spare.rename(home / "alice")
+
+    with patch.object(adapter_files, "content_key", exchanging), pytest.raises(Unavailable, match="is being written"):
+        await of_folder(home).chosen("alice", None)
+
+
 async def test_the_log_says_why_what_lies_there_is_not_served(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     (home / "empty").mkdir()
     (home / "up").symlink_to("..")
@@ -215,9 +232,9 @@ async def test_files_are_read_once_however_many_ask_and_looked_at_once_a_second(
     reads, looks = [], []
     read, look = adapter_files.content_key, adapters.appearance
 
-    def reading(folder: Path) -> bytes:
+    def reading(folder: Path, **options: Any) -> bytes:
         reads.append(folder)
-        return read(folder)
+        return read(folder, **options)
 
     def looking(*where: Any) -> Any:
         looks.append(where)
@@ -269,9 +286,9 @@ async def test_files_that_are_written_or_gone_are_waited_for(tmp_path: Path) -> 
     folder = adapter_folder(tmp_path / "alice")
     found = Adapters(OWN, [("alice", str(folder))])
 
-    def writing(path: Path) -> bytes:
+    def writing(path: Path, **options: Any) -> bytes:
         adapter_folder(path, str(os.urandom(4)))
-        return content_key(path)
+        return content_key(path, **options)
 
     with patch.object(adapter_files, "content_key", writing):
         assert "the adapter alice is being written: ask again" == await refusal(found, "alice", Unavailable)
