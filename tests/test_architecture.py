@@ -40,6 +40,7 @@ KNOWN = {
         *("server.checkpoint.files", "server.checkpoint.hub", "server.quantize.recipe", "server.merge.job"),
         *("server.arch", "server.quantisation.sizes", "router.scheduling.limits", "benchmark.cost"),  # to plan a launch
         *("server.checkpoint.formats", "server.adapters.config", "server.fallback"),  # to refuse what they do not serve
+        "router.requests.adapter_files",  # likewise
     },
     "launcher": {"launch", "router.config", "server.config"},
 }

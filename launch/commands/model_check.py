@@ -22,6 +22,7 @@ from launch.machine import Placement
 from launch.models import Description, find_description, is_offline, name_and_revision, name_problem, other_base
 from launch.settings import Settings
 from router.config import most_adapter_bytes
+from router.requests.adapter_files import Unfit, appearance
 from server.adapters.config import AdapterConfig, AdapterError
 from server.checkpoint.files import (
     HubError,
@@ -109,20 +110,18 @@ class ModelCheck:
                         self._check_adapter_files(found.folder)
                 except (HubError, AdapterError) as error:
                     findings.problems.append(f"--lora-adapters {source.name}: {error}")
+                except Unfit as error:
+                    findings.problems.append(f"the adapter {source.name} {error}")
         if sources:
             findings.unchecked.append("whether the adapters go with the model, and what they take")
 
     def _check_adapter_files(self, folder: Path) -> None:
-        """Raises HubError."""
-        files, values = adapter_files(folder), self.settings.values
-        for path in files:
-            check_safetensors(path) if path.suffix == ".safetensors" else None
-        most = most_adapter_bytes(values["adapter_memory"], values["num_shard"] or 1)
-        if (size := sum(path.stat().st_size for path in files)) > most:
-            raise HubError(
-                f"it has {size / 1e9:.2f} GB, and --adapter-memory {values['adapter_memory']:g} has room for what "
-                f"{most / 1e9:.2f} GB of files take at most: raise --adapter-memory"
-            )
+        """Raises HubError and Unfit. What is no safetensors file is converted at the first start."""
+        values, files = self.settings.values, adapter_files(folder)
+        if files[0].suffix == ".safetensors":
+            check_safetensors(files[0])
+            world_size = self.placement.layout.world_size
+            appearance(str(folder), None, most_adapter_bytes(values["adapter_memory"], world_size))
 
     def _check_tokenizer(self, model: Description) -> None:
         findings, folder = self.findings, model.folder
