@@ -55,12 +55,12 @@ def _refuse_unless_absent(value: Any) -> None:
 
 def _refuse_misplaced(value: Any) -> None:
     if value is not None:
-        raise PydanticCustomError("misplaced", "belongs into `parameters`: put it there")
+        raise PydanticCustomError("misplaced", "belongs in `parameters`: put it there")
 
 
 # A field whose meaning would be lost, where unknown ones are ignored.
 Misplaced = Annotated[
-    None, BeforeValidator(_refuse_misplaced), Field(description="Must be absent: it belongs into `parameters`.")
+    None, BeforeValidator(_refuse_misplaced), Field(description="Must be absent: it belongs in `parameters`.")
 ]
 Unserved = Annotated[None, BeforeValidator(_refuse_unless_absent), Field(description="Not served: must be absent.")]
 

@@ -223,6 +223,16 @@ def test_requests_name_adapters_of_the_server(capsys: pytest.CaptureFixture[str]
     assert "--zipf says how requests choose" in bench(capsys, "--url", "http://127.0.0.1:1", "--zipf")[2]
 
 
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_server_that_lists_no_adapters_without_a_key_is_not_said_to_have_none(status: int) -> None:
+    class Locked(HttpClient):
+        async def json(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+            return status, {"error": "Missing or wrong API key"}
+
+    with pytest.raises(BenchError, match=f"/v1/models answers status {status}: give the server's key by --api-key-fil"):
+        await sweep.adapter_names(Locked("http://127.0.0.1:1"), 2)
+
+
 def test_a_record_has_the_adapter_that_a_request_named() -> None:
     both = [replace(outcome(10.5), adapter="a"), outcome(10.6)]
     assert ["a", None] == [one["adapter"] for one in records_of(0, both, 10.0)]

@@ -221,7 +221,7 @@ async def test_adapter_id_beside_the_parameters_is_refused_and_not_passed_over(t
     async with adapting(tmp_path) as (it, asked):
         for path in ("/", "/generate", "/generate_stream"):
             status, sentence = error_of(await it.http.post(path, json={**TEXT, "adapter_id": "alice"}))
-            assert 422 == status and sentence.endswith("adapter_id`: belongs into `parameters`: put it there")
+            assert 422 == status and sentence.endswith("adapter_id`: belongs in `parameters`: put it there")
         assert 200 == (await it.http.post("/generate", json=TEXT | {"adapter_id": None})).status_code
         assert 1 == len(asked)
 
