@@ -6,6 +6,7 @@ and the environment is the work of `settings.py`; this module only says what the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ DEMO = ROOT / "server" / "demo"
 NULL_MODEL = "null"  # in place of a model: shards that answer at once with fixed tokens
 AUTO = "auto"
 SHARD_COUNTS = (1, 2, 4, 8)  # what the head counts and widths of real models divide by
+SEVERAL = re.compile(r"[\s;](?:[^/\s;]+=|[./~])")  # in a path: where another adapter begins behind no comma
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
 
 
@@ -40,10 +42,13 @@ def parse_adapters(texts: Sequence[str]) -> list[AdapterSource]:
         if not is_path and "@" in given:
             given, _, revision = given.partition("@")
         name = name if is_named else Path(given).name if is_path else given
-        if not given or revision == "" or ("=" in given and not is_path):
-            raise ValueError(f"{text!r} is neither ID nor NAME=ID, of which a repository may have @REVISION behind it")
+        hint = "; separate adapters by commas" if re.search(r"[\s;]", text) else ""
+        if not given or revision == "" or (SEVERAL.search(given) if is_path else "=" in given):
+            raise ValueError(
+                f"{text!r} is neither ID nor NAME=ID, of which a repository may have @REVISION behind it{hint}"
+            )
         if not is_adapter_name(name):
-            raise ValueError(f"{name[:80]!r} cannot be an adapter's name: {ADAPTER_NAME_RULE}")
+            raise ValueError(f"{name[:80]!r} cannot be an adapter's name: {ADAPTER_NAME_RULE}{hint}")
         if name in found:
             raise ValueError(f"two adapters are called {name}: write NAME=ID with names of their own")
         found[name] = AdapterSource(name, given, revision)
@@ -85,8 +90,8 @@ class LauncherConfig:
         default=(),
         metadata={
             "help": "LoRA adapters that requests may name: ID or NAME=ID, each a folder in PEFT's format or a "
-            "repository of the Hub, with `@REVISION` behind it if need be; repeat the flag or separate by commas. A "
-            "path without NAME is called by its last part.",
+            "repository of the Hub, with `@REVISION` behind it if need be; repeat the flag or separate by commas. "
+            "Without NAME, ID is the name as it is written, of a path that begins with `/`, `.` or `~` its last part.",
             "unit": "adapters",
             "default": "none",
             "check": parse_adapters,

@@ -259,8 +259,8 @@ class ShardConfig:
             "unit": "GB",
             "min": 0.001,
             "max": 100_000.0,
-            "when": "More adapters are in use at once than it holds (the start-up table tells what one takes), or one "
-            "is larger. It is taken from the KV cache.",
+            "when": "More adapters are in use at once than it holds, each as much as its files in the model's "
+            "dtype, or one is larger. It is taken from the KV cache.",
         },
     )
     adapter_host_memory: float = field(

@@ -31,6 +31,7 @@ TABLE_LIMITS = (
 )
 WIDTH = 120  # columns of the table
 MOST_VALUE = 50  # of them for a value; a longer one, such as a model's path, stands out of line
+SHOWN_NAMES = 10  # of adapters
 LEAST_NOTE = 40  # of them for a note behind such a value
 
 
@@ -142,9 +143,12 @@ def _adapters(config: RouterConfig, limits: Limits) -> list[tuple[str, str, str]
     if not limits.adapter_rows:
         return []
     host = "" if limits.adapter_host_bytes is None else f", {_size(limits.adapter_host_bytes)} of the host behind"
-    named = f"{len(config.adapters)} named" if config.adapters else "none named"
+    names, folder = [name for name, _ in config.adapters], config.adapter_dir
+    count = f"{len(names) or 'none'} named" + ("" if folder is None else f", others in {folder}")
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    told = f"; {', '.join(names[:SHOWN_NAMES])}{more}" if names else ""
     room = f"{_size(limits.adapter_bytes)} per shard{host}, {limits.adapter_rows} at once"
-    return [("adapters", named if config.adapter_dir is None else f"{named}, others in {config.adapter_dir}", room)]
+    return [("adapters", count, room + told)]
 
 
 def has_tiers(started: Started) -> bool:

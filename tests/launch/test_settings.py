@@ -68,6 +68,15 @@ def test_adapters_are_named_as_tgi_names_them() -> None:
     assert given.has_adapters and not read().has_adapters
 
 
+@pytest.mark.parametrize("given", ["a b", "d/a;d/b", "one=a two=b", "one=/d/a two=/d/b", "./a ./b", "/d/a; /d/b"])
+def test_what_else_may_stand_between_adapters_is_answered_with_a_comma(given: str) -> None:
+    assert problems(["--lora-adapters", given])[0].endswith("; separate adapters by commas")
+
+
+def test_a_path_may_have_spaces() -> None:
+    assert [AdapterSource("a", "/my files/a=b; c")] == parse_adapters(["a=/my files/a=b; c"])
+
+
 def test_a_value_knows_where_it_is_from() -> None:
     settings = read(["--max-batch-size", "4"], {"MAX_BATCH_SIZE": "8", "MAX_BEST_OF": "3", "PORT": ""})
     assert (4, "flag") == (settings.values["max_batch_size"], settings.sources["max_batch_size"])
@@ -177,7 +186,7 @@ def test_setting_and_alias_together_are_refused() -> None:
                 ("a=", f"'a=' {NO_ADAPTER}"),
                 ("=/a", f"'' cannot be an adapter's name: {ADAPTER_NAME_RULE}"),
                 ("../..", f"'..' cannot be an adapter's name: {ADAPTER_NAME_RULE}"),
-                ("a b=/x", f"'a b' cannot be an adapter's name: {ADAPTER_NAME_RULE}"),
+                ("a b=/x", f"'a b' cannot be an adapter's name: {ADAPTER_NAME_RULE}; separate adapters by commas"),
                 ("/x/a,a=b/c", "two adapters are called a: write NAME=ID with names of their own"),
             )
         ],

@@ -117,6 +117,15 @@ def test_table_says_what_takes_memory() -> None:
     assert "memory left 7.00 GB per shard the largest step takes 500 MB" in lines
 
 
+def test_table_tells_the_names_of_adapters() -> None:
+    started = asyncio.run(start(make_config(), FakeShardedClient()))
+    started = replace(started, limits=replace(started.limits, adapter_rows=8, adapter_bytes=10**9))
+    config = make_config(adapters=tuple((f"a/{number}", "/f") for number in range(12)), adapter_dir="/d")
+    text = " ".join(table(config, started, "http://127.0.0.1:3000").split())
+    assert "adapters 12 named, others in /d 1.00 GB per shard, 8 at once; a/0, a/1, " in text
+    assert "a/9 and 2 more tool" in text.replace("max_concurrent", "tool")
+
+
 def test_sizes_have_three_digits_and_no_exponent() -> None:
     assert ["999 B", "1 kB", "999 MB", "1.00 GB"] == [startup._size(n) for n in (999, 1000, 999 * 10**6, 999_900_000)]
 
