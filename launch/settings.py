@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.compatibility import tgi
+from launch.compatibility import peers, tgi
 from launch.config import GROUPS, NULL_MODEL, REMOVED, LauncherConfig
 from launch.logs import printable
 from router.config import RouterConfig, adapter_problems, relation_problems, speculative_problems
@@ -73,7 +73,7 @@ class Setting:
 class Settings:
     """Every public setting's value, and where it came from: "flag", "environment" or "default".
 
-    idle: a sentence for each setting of TGI's that was given and changes nothing here.
+    idle: a sentence for each setting of another server's that was given and changes nothing here.
     """
 
     values: Mapping[str, Any]
@@ -147,6 +147,7 @@ def read_settings(
     idle: list[str] = []
     if names is None:
         idle, refused = tgi.read(flags, environ)
+        idle += peers.idle(environ)
         problems += refused
         problems += [
             f"{name.upper()} is no setting any more: {REMOVED[name]}" for name in REMOVED if name.upper() in environ

@@ -1,4 +1,4 @@
-"""Options of vLLM, SGLang and llama.cpp's server that their users set and that are none of ours, and what each is here.
+"""Options and variables of vLLM, SGLang and llama.cpp's server that are none of ours, and what each is here.
 
 Whoever gives one is told, and `docs/moving.md` has them as a table.
 """
@@ -36,12 +36,14 @@ OPTIONS: Mapping[str, str] = {
     "--tokenizer --tokenizer-path --tokenizer-mode --load-format": "it is the model's: leave it out",
     "--attention-backend --block-size --page-size --swap-space --distributed-executor-backend --schedule-policy "
     "--draft-min --draft-p-min --speculative-num-steps --speculative-eagle-topk "
-    "--enable-lora --max-lora-rank --lora-target-modules --lora-backend": ("the server chooses: leave it out"),
+    "--max-lora-rank --lora-target-modules --lora-backend --fully-sharded-loras --lora-dtype": (
+        "the server chooses: leave it out"
+    ),
     "--disable-log-requests": "--log-level warn",
     "--seed --random-seed --temp --n-predict -n --generation-config": "each request says it: leave it out",
     "--uvicorn-log-level": "--log-level",
     "--allowed-origins": "--cors-allow-origin",
-    "--lora-modules --lora-paths --lora": "--lora-adapters, of NAME=FOLDER",
+    "--enable-lora --lora-modules --lora-paths --lora": "--lora-adapters, of NAME=FOLDER, or --adapter-dir",
     "--max-loras --max-loras-per-batch": "--max-adapters",
     "--max-cpu-loras --max-loaded-loras": "--adapter-host-memory, in GB",
     "--speculative-config -sc": "--speculative-model, --speculate and --speculative-method, for its three values",
@@ -51,6 +53,17 @@ OPTIONS: Mapping[str, str] = {
     "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file": "a proxy in front speaks TLS",
     "--embedding --embeddings --is-embedding": "there are no embeddings",
 }
+# All spellings of a variable; ours.
+VARIABLES: Mapping[str, str] = {
+    "VLLM_API_KEY LLAMA_API_KEY": "API_KEY",
+    "VLLM_LOGGING_LEVEL": "LOCKSTEP_LOG_LEVEL",
+    "VLLM_CPU_KVCACHE_SPACE": "MAX_BATCH_TOTAL_TOKENS, in tokens",
+    "VLLM_CPU_OMP_THREADS_BIND": "OMP_NUM_THREADS, a number",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "ALLOW_ADAPTER_CHANGES",
+    "VLLM_LORA_RESOLVER_CACHE_DIR": "ADAPTER_DIR",
+    "VLLM_LORA_RESOLVER_HF_REPO_LIST": "LORA_ADAPTERS",
+    "VLLM_PLUGINS": "ADAPTER_DIR, for adapters",
+}
 
 
 def remedy(option: str) -> str | None:
@@ -59,3 +72,13 @@ def remedy(option: str) -> str | None:
         if option in spellings.split():
             return f"here it is {here}" if here.startswith("--") else here
     return None
+
+
+def idle(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable of theirs that is set."""
+    return [
+        f"{name} changes nothing: here it is {here}"
+        for names, here in VARIABLES.items()
+        for name in names.split()
+        if environ.get(name)
+    ]

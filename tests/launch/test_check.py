@@ -600,3 +600,13 @@ def test_what_stands_for_another_servers_option_is_one_of_ours() -> None:
         assert not {*spellings.split()} & {*ours}, spellings
         if here.startswith("--"):
             assert re.split(r"[ ,]", here)[0] in ours
+    variables = {setting.variable(name) for setting in public_settings().values() for name in setting.names}
+    assert {here.split(",")[0] for here in peers.VARIABLES.values()} <= variables
+
+
+def test_a_variable_of_another_server_is_told_by_its_name_here() -> None:
+    found = check([], {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_API_KEY": "hunter2", "VLLM_PLUGINS": ""})
+    assert [] == found.problems and [
+        "VLLM_API_KEY changes nothing: here it is API_KEY",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING changes nothing: here it is ALLOW_ADAPTER_CHANGES",
+    ] == [note for note in found.notes if note.startswith("VLLM")]

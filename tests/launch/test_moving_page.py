@@ -29,7 +29,8 @@ def test_the_page_is_short() -> None:
 def test_every_setting_and_option_has_its_row() -> None:
     differ = {setting.flag or setting.variable: setting for setting in SETTINGS.values()}
     expected = {name: s.default or s.reason for name, s in differ.items() if s.default or s.fate is not Fate.TAKEN}
-    expected |= {name: here for names, here in peers.OPTIONS.items() for name in names.split()}
+    theirs = peers.OPTIONS | peers.VARIABLES
+    expected |= {name: here for names, here in theirs.items() for name in names.split()}
     expected = {name: text.replace("`", "") for name, text in expected.items()}
     assert expected == {name: text for name, text in rows(PAGE).items() if name in expected}
 
