@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from server.adapters.changes import MERGE
+from server.adapters.config import MERGE_BY_PEFT
 from server.adapters.files import AdapterFiles
 from server.arch import families
 from server.checkpoint import formats
@@ -33,7 +35,7 @@ def main(path: str) -> int:
     try:
         num_bytes = run(job)
     except ValueError as error:
-        problem = str(error)
+        problem = str(error).replace(MERGE, MERGE_BY_PEFT)  # what a server refuses may be merged, but this cannot
     except (OSError, SafetensorError) as error:
         problem = failure(error, job.output)
     else:

@@ -170,6 +170,16 @@ def test_what_cannot_be_merged_leaves_nothing(
     assert ["adapter"] == [path.name for path in tmp_path.iterdir()]
 
 
+def test_nobody_is_sent_from_a_merge_to_a_merge(
+    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, none = str(checkpoints("llama")[0]), {"model.layers.9.mlp.up_proj.weight": noise(96, 64)}
+    job = Job(model, model, str(write(tmp_path / "adapter", none)), str(tmp_path / "merged"), ())
+    (tmp_path / "job").write_text(job.to_json())
+    assert 1 == command.main(str(tmp_path / "job"))
+    assert "if it is an adapter of this model, merge it with peft (`merge_and_unload`)" in capsys.readouterr().err
+
+
 def test_a_quantised_model_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
     model, quantised = checkpoints("llama")[0], tmp_path / "quantised"
     quantised.mkdir()
