@@ -231,16 +231,19 @@ def _metrics_of(limits: Limits, mover: Mover, adapters: AdapterMover) -> Metrics
 
 
 async def _read_named(config: RouterConfig, named: Adapters, mover: AdapterMover) -> bool:
-    """Have the shards read the adapters that the settings name. Raises ValueError for one that cannot be served.
+    """Have the shards read the adapters that the settings name. Raises ValueError for those that cannot be served.
 
-    A router that follows another serves without it: whoever asks for it is told why.
+    A router that follows another serves without them: whoever asks for one is told why.
     """
+    found, problems = await named.listed()
     try:
-        await mover.prepare_all(await named.listed())
+        await mover.prepare_all(found)
     except ValueError as error:
-        if config.group == 1 and not config.is_warm:
-            raise
-        logger.warning("%s", error)
+        problems.append(str(error))
+    if problems and config.group == 1 and not config.is_warm:
+        raise ValueError("; ".join(problems))
+    for problem in problems:
+        logger.warning("%s", problem)
     return True
 
 

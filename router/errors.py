@@ -72,6 +72,7 @@ class ValidationError(RouterError, ValueError):
 
     def __init__(self, detail: str) -> None:
         super().__init__(f"Input validation error: {detail}")
+        self.detail = detail
 
 
 class TooLong(ValidationError):

@@ -163,17 +163,19 @@ class Adapters:
             self._tells_again = self._clock() + TELL_S
             logger.warning("%s in the folder for adapters is not served: it %s", harmless(source.name), error)
 
-    async def listed(self) -> list[Adapter]:
-        """Those that the settings name. Raises ValueError for one that cannot be read."""
-        return [await self._listed(source) for source in list(self._named.values())]
-
-    async def _listed(self, source: Source) -> Adapter:
-        try:
-            return await self._adapter(source)
-        except Missing as error:
-            raise ValueError(f"the adapter {source.name} {error}") from None
-        except Unavailable as error:
-            raise ValueError(str(error)) from None
+    async def listed(self) -> tuple[list[Adapter], list[str]]:
+        """Those that the settings name, and why others of these cannot be read."""
+        found, problems = [], []
+        for source in list(self._named.values()):
+            try:
+                found.append(await self._adapter(source))
+            except Missing as error:
+                problems.append(f"the adapter {source.name} {error}")
+            except ValidationError as error:
+                problems.append(error.detail)
+            except Unavailable as error:
+                problems.append(str(error))
+        return found, problems
 
     def _source(self, name: str) -> Source | None:
         """Where the files of a name would be; the model's own names are no adapter's."""

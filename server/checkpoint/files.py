@@ -114,7 +114,7 @@ def checked_file(folder: Path, name: str) -> Path:
 def read_json(path: Path, purpose: str) -> dict[str, Any]:
     """The JSON object in a file. Raises HubError, which says that a missing file is `purpose`."""
     if not path.exists():
-        raise HubError(f"{path} is missing ({purpose}): a model folder needs it; is this the right folder?")
+        raise HubError(f"{path} is missing ({purpose}): is this the right folder?")
     refuse_placeholder(checked_file(path.parent, path.name))
     if path.stat().st_size > MAX_JSON_BYTES:
         raise HubError(f"{path} is larger than {MAX_JSON_BYTES} bytes: it cannot be what its name says")

@@ -299,11 +299,17 @@ async def test_files_that_are_written_or_gone_are_waited_for(tmp_path: Path) -> 
 
 
 async def test_what_the_settings_name_is_there_or_a_sentence(tmp_path: Path) -> None:
-    folders = [(name, str(adapter_folder(tmp_path / name, name))) for name in "ab"]
-    assert ["a", "b"] == [one.name for one in await Adapters(OWN, folders).listed()]
+    folders = [(name, str(adapter_folder(tmp_path / name, name))) for name in "abc"]
+    found, problems = await Adapters(OWN, folders).listed()
+    assert (["a", "b", "c"], []) == ([one.name for one in found], problems)
     shutil.rmtree(tmp_path / "b")
-    with pytest.raises(ValueError, match="the adapter b is no folder that can be read"):
-        await Adapters(OWN, folders).listed()
+    (tmp_path / "c" / "adapter_model.safetensors").unlink()
+    found, problems = await Adapters(OWN, folders).listed()
+    assert ["a"] == [one.name for one in found]
+    assert [
+        "the adapter b is no folder that can be read",
+        "the adapter c has no *.safetensors: copy all of it",
+    ] == problems
 
 
 async def test_only_some_of_a_large_folder_are_kept(home: Path) -> None:
