@@ -230,24 +230,24 @@ class StockAdaptedExperts(Rows[StackedChange]):
             return self._layer(x, ends, activation, bias)
         plain = self._layer(x, ends).float()
         experts = torch.searchsorted(ends, torch.arange(len(x), device=ends.device), right=True)
-        y = plain if bias is None else plain + bias[experts]
+        y = plain if bias is None else plain + bias.index_select(0, experts)
         rows = self._tokens.rows
         assert rows is not None
         for row in self._tokens.present:
             if row in self._changes:
                 own = _changed_experts(self._changes[row], x, plain, ends, experts)
-                own = own if bias is None else own + bias[experts]
+                own = own if bias is None else own + bias.index_select(0, experts)
                 y = torch.where((rows == row).unsqueeze(1), own, y)
         return activated(y.to(x.dtype), activation, self._gate)
 
 
 def _changed_experts(change: StackedChange, x: Tensor, product: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
     """What an adapter makes of the product [T, F] of x [T, D], sorted by expert, in float32."""
-    y = product.clone() if change.gain is None else product * change.gain[experts]
+    y = product.clone() if change.gain is None else product * change.gain.index_select(0, experts)
     if change.down is not None and change.up is not None:
         shrunk = F.grouped_mm(F.pad(x, (0, change.down.shape[2] - x.shape[1])), change.down.transpose(1, 2), offs=ends)
         y[:, : change.up.shape[1]] += F.grouped_mm(shrunk, change.up.transpose(1, 2), offs=ends)
-    return y if change.bias is None else y + change.bias[experts]
+    return y if change.bias is None else y + change.bias.index_select(0, experts)
 
 
 class Experts(GroupedLinear, Protocol):
