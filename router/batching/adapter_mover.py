@@ -120,7 +120,7 @@ class AdapterMover:
         return found.problem
 
     async def prepare_all(self, adapters: Iterable[Adapter]) -> None:
-        """Have the shards read all once, and nothing else at hand. Raises ValueError for one that cannot be served.
+        """Have the shards read all once, and nothing else at hand. Raises ValueError for those that cannot be served.
 
         The shards may be those of a router before this one, and have what its clients asked for. Of these adapters as
         many stay at hand as there is memory for. Where the shards are lost meanwhile, `check` says so.
@@ -132,13 +132,16 @@ class AdapterMover:
         except ShardError as error:
             self._loss = error
             return
+        problems = []
         for adapter in adapters:
             try:
                 found = await self._prepared(adapter)
             except ShardError:
                 return
             if found.problem:
-                raise ValueError(f"adapter {adapter.name}: {found.problem}")
+                problems.append(f"adapter {adapter.name}: {found.problem}")
+        if problems:
+            raise ValueError("; ".join(problems))
 
     async def _prepared(self, adapter: Adapter) -> Prepared:
         key = adapter.key
