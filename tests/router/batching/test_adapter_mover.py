@@ -306,7 +306,7 @@ async def test_whoever_waits_for_one_to_be_forgotten_is_told_when_the_shards_are
 async def test_a_start_ends_with_all_that_cannot_be_served() -> None:
     shards = shards_with(adapter_problems={"/2": "it is damaged", "/4": "it is NaN"})
     mover = AdapterMover(shards, AdapterRows(3, 10, 2))
-    with pytest.raises(ValueError, match="^adapter adapter-2: it is damaged; adapter adapter-4: it is NaN$"):
+    with pytest.raises(ValueError, match=r"^adapter adapter-2: it is damaged; adapter adapter-4: it is NaN$"):
         await mover.prepare_all([adapter_of(number) for number in range(5)])
     await mover.close()
     shards.adapter_problems.clear()
