@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from server.adapters.config import AdapterError
+from server.adapters.config import MERGE_BY_PEFT, AdapterError
 from server.adapters.files import BAD_FILE, AdapterFiles, Module, runs
 from server.adapters.names import experts_of, plain_name
 from server.backends.protocol import EmbeddingChange, LinearChange, LowRank, NormChange
@@ -35,10 +35,9 @@ MERGE = "merge it with `lockstep merge` and serve the merged model"
 
 SHARED = "shared"  # the table of an encoder-decoder: transformers' stacks read it past whatever is put around it
 HALVES = {"expert_gate": 0, "expert_up": 1}  # of the rows of a parameter of both, by role
-# What transformers calls the parameter of all experts, by role; experts that have no gate have only the first and last.
-PARAMETERS = {"expert_up": "up_proj", "expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
-
-LAST_FIRST = ("expert_down", "expert_up")  # of a module without gates
+# What transformers calls the parameter of all experts, by role, the one first that a module has last. Experts that have
+# no gate have only the first and last of these.
+PARAMETERS = {"expert_down": "down_proj", "expert_gate_up": "gate_up_proj", "expert_up": "up_proj"}
 
 Read = Callable[[Ranges], Tensor]  # rows of a whole layer, with all inputs
 
@@ -101,6 +100,7 @@ class Changes:
         self._budget, self._left = budget, budget
         self._taken: set[str] = set()
         self._asked: dict[str, None] = {}  # plain names of layers
+        self._levels_of: dict[str, dict[str, dict[str, str]]] = {}  # by module of experts
 
     def spend(self, nbytes: int) -> None:
         """Take them from the budget. Raises AdapterError where it has less."""
@@ -176,54 +176,52 @@ class Changes:
             self._low_rank(found, piece, LowRankUpdate(down, up, scale, magnitude, up_bias), read)
 
     def _change_expert(self, found: Linear, piece: Piece) -> None:
-        """From tensors of all experts, of which each is of a parameter of their module.
-
-        By their sizes it is known which. Of gated experts, rows of the gate come first.
-        """
-        assert piece.expert is not None
+        """From tensors of all experts, of which each is of a parameter of their module."""
         experts = dict.fromkeys(experts_of(name) for name in piece.names)
         module = next((module for name in experts if (module := self._files.modules.get(name)) is not None), None)
         if module is None:
             return
-        levels = [parts for parts in (module.parts, *module.layers.values()) if "down" in parts]
-        sizes = [(self._files.shape_of(p["up"])[0], self._files.shape_of(p["down"])[-1]) for p in levels]
-        (outputs, inputs), half = piece.size, HALVES.get(piece.role)
-        if half is not None and (2 * outputs, inputs) in sizes:
+        levels, half = self._levels(module), HALVES.get(piece.role)
+        if half is not None and "expert_gate_up" in levels:
+            outputs, inputs = piece.size
             rows = [(half * outputs + start, half * outputs + stop) for start, stop in piece.rows]
-            whole = replace(piece, size=(2 * outputs, inputs), rows=rows)
-            self._add_expert(found, whole, f"{module.name}.gate_up_proj", levels[sizes.index(whole.size)])
-        elif piece.size in sizes and piece.role in PARAMETERS:
-            own = [parts for parts, size in zip(levels, sizes, strict=True) if size == piece.size]
-            if outputs == inputs:
-                own = self._of_one_size(piece, module, own)
-            for parts in own:
-                self._add_expert(found, piece, f"{module.name}.{PARAMETERS[piece.role]}", parts)
+            piece = replace(piece, role="expert_gate_up", size=(2 * outputs, inputs), rows=rows)
+        if piece.role in levels:
+            self._add_expert(found, piece, f"{module.name}.{PARAMETERS[piece.role]}", levels[piece.role])
 
-    def _of_one_size(self, piece: Piece, module: Module, levels: list[dict[str, str]]) -> list[dict[str, str]]:
-        """Of changes of parameters that have the same sizes, the last one's first, those of the piece's.
+    def _levels(self, module: Module) -> dict[str, dict[str, str]]:
+        """The tensors of a module's parameters, by role: PEFT wraps them in the order in which the module has them.
 
-        PEFT wraps parameters in the order in which a module has them.
+        Sizes do not tell them apart, which may be the same.
         """
-        named = [role for role in LAST_FIRST if self._config.names_parameter(f"{module.name}.{PARAMETERS[role]}")]
-        if len(named) != len(levels):
-            raise AdapterError(
-                f"{self._files.told(levels[0]['down'])} is of experts whose matrices have the same sizes, and "
-                f"`target_parameters` of {self._config.path} names {len(named)} of them, not {len(levels)}: correct it"
-            )
-        return [parts for role, parts in zip(named, levels, strict=True) if role == piece.role]
+        if module.name not in self._levels_of:
+            levels = [parts for _, parts in sorted({0: module.parts, **module.layers}.items()) if "down" in parts]
+            named = [role for role, key in PARAMETERS.items() if self._config.names_parameter(f"{module.name}.{key}")]
+            if levels and len(named) != len(levels):
+                raise AdapterError(
+                    f"{self._files.told(levels[0]['down'])} is of one of {len(levels)} parameters of experts, and "
+                    f"`target_parameters` of {self._config.path} names {len(named)} that are served: correct it, or "
+                    f"{MERGE_BY_PEFT}"
+                )
+            self._levels_of[module.name] = dict(zip(named, levels, strict=False))
+        return self._levels_of[module.name]
 
     def _add_expert(self, found: Linear, piece: Piece, key: str, parts: dict[str, str]) -> None:
         """key: what PEFT calls the parameter."""
         assert piece.expert is not None
-        down, rank = self._take(parts["down"], (None, piece.size[1])), self._config.rank_of(key)
+        stored = self._files.shape_of(parts["up"])[0], self._files.shape_of(parts["down"])[-1]
+        is_turned = stored == piece.size[::-1] and (stored != piece.size or piece.is_turned)
+        outputs, inputs = piece.size[::-1] if is_turned else piece.size
+        down, rank = self._take(parts["down"], (None, inputs)), self._config.rank_of(key)
         count = piece.num_experts
         if len(down) != rank * count:
             raise AdapterError(
                 f"{self._files.told(parts['down'])} has {len(down)} rows, and by {self._config.path} each of {count} "
                 f"experts has {rank}: they do not belong together"
             )
-        up = self._take(parts["up"], (piece.size[0], len(down)))[:, piece.expert :: count]
+        up = self._take(parts["up"], (outputs, len(down)))[:, piece.expert :: count]
         down = down[piece.expert * rank : (piece.expert + 1) * rank]
+        down, up = (up.t(), down.t()) if is_turned else (down, up)
         self._low_rank(found, piece, LowRankUpdate(down, up, self._config.scale_of(key)), piece.read)
 
     def _change_tied(self, found: Linear, piece: Piece, table: Module, own: Module | None) -> None:

@@ -77,12 +77,14 @@ class Stack:
 
     In `name` [experts, outputs, inputs] and `name`_bias [experts, outputs]; in fewer bits, `name`_ and the format's
     suffix. transposed: dense ones are [experts, inputs, outputs]. interleaved: of the role `expert_gate_up`, rows of
-    gate and up take turns; otherwise those of the gate come first.
+    gate and up take turns; otherwise those of the gate come first. turned: PEFT takes them for [experts, outputs,
+    inputs] though they are transposed, which transformers does not tell.
     """
 
     name: str
     transposed: bool = False
     interleaved: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)

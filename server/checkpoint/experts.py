@@ -126,9 +126,9 @@ class StackedExperts:
         rows: Ranges,
         columns: tuple[int, int],
     ) -> Piece:
-        read = partial(self._exact, stack, expert, size)
-        count = self.kind.num_experts
-        return Piece(role, (stack.name,), size, rows, columns, 0, read, expert=expert, num_experts=count)
+        read, num_experts = partial(self._exact, stack, expert, size), self.kind.num_experts
+        piece = Piece(role, (stack.name,), size, rows, columns, 0, read, expert=expert, num_experts=num_experts)
+        return replace(piece, is_turned=stack.turned)
 
     def _exact(self, stack: Stack, expert: int, size: tuple[int, int], rows: Ranges) -> Tensor:
         """Whole rows of an expert's matrix as it computes, in float32."""

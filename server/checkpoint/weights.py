@@ -317,6 +317,7 @@ class Piece:
     num_experts: int = 0
     is_transposed: bool = False  # whether the checkpoint has it as [inputs, outputs]
     takes_bias: bool = True  # whether what is added to the product is in the model's own measure
+    is_turned: bool = False  # of all experts: see `Stack`
 
     @property
     def num_outputs(self) -> int:

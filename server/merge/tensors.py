@@ -55,11 +55,10 @@ class Layout:
             return None
         return self.names.transposed and stem not in (self.table, self.head)
 
-    def is_stack_transposed(self, role: str) -> bool | None:
-        """The same of a tensor of all experts."""
-        if self.names is None:
-            return None
-        return role in self.names.stacks and self.names.stacks[role].transposed
+    def is_stack_transposed(self, role: str) -> bool:
+        """The same of a tensor of all experts, as PEFT sees it."""
+        stack = None if self.names is None else self.names.stacks.get(role)
+        return stack is not None and stack.transposed and not stack.turned
 
 
 class Merging:
@@ -252,14 +251,13 @@ class Merging:
         module = self._files.modules.get(experts_of(stem))
         if module is None:
             return whole
-        is_transposed = self._layout.is_stack_transposed(role)
-        if is_transposed is None:
-            sizes = {
-                (self._files.shape_of(parts["up"])[0], self._files.shape_of(parts["down"])[1])
-                for parts in (module.parts, *module.layers.values())
-                if "down" in parts
-            }
-            is_transposed = tuple(shape[1:]) not in sizes and tuple(shape[:0:-1]) in sizes
+        sizes = {
+            (self._files.shape_of(parts["up"])[0], self._files.shape_of(parts["down"])[1])
+            for parts in (module.parts, *module.layers.values())
+            if "down" in parts
+        }
+        is_other = tuple(shape[:0:-1]) in sizes  # which says nothing where it is square
+        is_transposed = is_other and (tuple(shape[1:]) not in sizes or self._layout.is_stack_transposed(role))
         size = (shape[2], shape[1]) if is_transposed else (shape[1], shape[2])
         for expert in range(shape[0]):
             matrix = whole[expert].t() if is_transposed else whole[expert]

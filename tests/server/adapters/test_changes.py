@@ -26,6 +26,7 @@ from server.checkpoint.weights import Piece
 NAME, TABLE, HEAD = "model.layers.0.mlp.up_proj", "model.embed_tokens", "lm_head"
 OUTPUTS, INPUTS, RANK, ALPHA, TOKENS = 12, 8, 4, 6, 5
 SCALE = ALPHA / RANK
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 Tensors = dict[str, Tensor]
 
 
@@ -377,7 +378,7 @@ def test_matrices_of_all_experts_are_taken_apart(tmp_path: Path) -> None:
         * SCALE
         for size, a, b in (("down", down_a, down_b), ("both", both_a, both_b))
     }
-    with read(tmp_path, tensors) as changes:
+    with read(tmp_path, tensors, target_parameters=EXPERTS) as changes:
         for expert in range(count):
             for role, size, expected in (
                 ("expert_gate", (width, hidden), deltas["both"][expert, :width]),
@@ -401,42 +402,81 @@ def test_matrices_of_all_experts_are_taken_apart(tmp_path: Path) -> None:
                 (part,) = change.parts
                 torch.testing.assert_close(part.scale * part.up @ part.down, expected[1:], atol=1e-5, rtol=1e-5)
         changes.refuse_leftovers()
-    with read(tmp_path, tensors, r=6) as changes, pytest.raises(AdapterError, match="each of 3 experts has 6"):
+    with (
+        read(tmp_path, tensors, r=6, target_parameters=EXPERTS) as changes,
+        pytest.raises(AdapterError, match="each of 3 experts has 6"),
+    ):
         changes.linear([piece])
 
 
+def of_experts(role: str, outputs: int, inputs: int, **more: Any) -> Piece:
+    """A matrix of the first of two experts."""
+    return Piece(
+        *(role, (f"model.layers.0.mlp.experts.0.{role}",), (outputs, inputs), [(0, outputs)], (0, inputs), 0),
+        *(lambda rows: torch.zeros(0),),
+        **{"expert": 0, "num_experts": 2} | more,
+    )
+
+
+def nested(*sizes: tuple[int, int]) -> Tensors:
+    """Tensors of two experts with these sizes, the last parameter's first, each with numbers of its own."""
+    found = {}
+    for level, (outputs, inputs) in enumerate(sizes):
+        prefix = "model.layers.0.mlp.experts" + ".base_layer" * level
+        found[f"{prefix}.lora_A.weight"] = torch.ones(2, inputs)
+        found[f"{prefix}.lora_B.weight"] = torch.full((outputs, 2), level + 1.0)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("names", "levels", "of_up", "of_down"),
+    ("names", "levels", "expected"),
     [
-        (["experts.up_proj", "experts.down_proj"], 2, 2.0, 1.0),
-        (["mlp.experts.down_proj"], 1, 0.0, 1.0),
-        (["up_proj"], 1, 1.0, 0.0),
-        (["up_proj", "down_proj"], 1, None, None),
-        ([], 1, None, None),
+        (["experts.up_proj", "experts.down_proj"], 2, {"expert_up": 2.0, "expert_down": 1.0}),
+        (["mlp.experts.down_proj"], 1, {"expert_down": 1.0}),
+        (["up_proj"], 1, {"expert_up": 1.0}),
+        (["gate_up_proj"], 1, {"expert_gate_up": 1.0}),
+        (["gate_up_proj", "down_proj", "up_proj"], 3, {"expert_gate_up": 2.0, "expert_down": 1.0}),
+        (["up_proj", "down_proj"], 1, None),
+        ([], 1, None),
     ],
 )
 def test_of_experts_whose_matrices_have_the_same_sizes_the_config_names_those_that_are_changed(
-    tmp_path: Path, names: list[str], levels: int, of_up: float | None, of_down: float | None
+    tmp_path: Path, names: list[str], levels: int, expected: dict[str, float] | None
 ) -> None:
-    experts, tensors = "model.layers.0.mlp.experts", {}
-    for level in range(levels):
-        prefix = experts + ".base_layer" * level
-        tensors |= {f"{prefix}.lora_A.weight": torch.ones(2, 4), f"{prefix}.lora_B.weight": torch.ones(4, 2) + level}
-    with read(tmp_path, tensors, r=1, lora_alpha=1, target_parameters=names) as changes:
-        for role, expected in (("expert_up", of_up), ("expert_down", of_down)):
-            piece = Piece(
-                *(role, (f"{experts}.0.{role}",), (4, 4), [(0, 4)], (0, 4), 0, lambda rows: torch.zeros(0)),
-                expert=0,
-                num_experts=2,
-            )
+    with read(tmp_path, nested(*[(4, 4)] * levels), r=1, lora_alpha=1, target_parameters=names) as changes:
+        for role in ("expert_down", "expert_gate_up" if "gate_up_proj" in names else "expert_up"):
             if expected is None:
-                with pytest.raises(AdapterError, match=f"names {len(names)} of them, not 1: correct it"):
-                    changes.linear([piece])
+                with pytest.raises(AdapterError, match=rf"one of 1 parameters .* names {len(names)} that are served"):
+                    changes.linear([of_experts(role, 4, 4)])
                 continue
-            change = changes.linear([piece])
-            assert (0.0 if change is None else float(change.parts[0].up.max())) == expected
-        if of_up is not None:
+            change = changes.linear([of_experts(role, 4, 4)])
+            assert expected.get(role, 0.0) == (0.0 if change is None else float(change.parts[0].up.max()))
+        if len(expected or ()) == levels:
             changes.refuse_leftovers()
+
+
+@pytest.mark.parametrize(
+    ("stored", "size", "is_turned", "expected"),
+    [
+        ((6, 8), (8, 6), False, True),
+        ((8, 6), (8, 6), True, False),
+        ((8, 8), (8, 8), False, False),
+        ((8, 8), (8, 8), True, True),
+    ],
+)
+def test_matrices_that_peft_has_for_inputs_and_outputs_are_turned(
+    tmp_path: Path, stored: tuple[int, int], size: tuple[int, int], is_turned: bool, expected: bool
+) -> None:
+    """Where sizes do not say it, the family does; and that they are another parameter's means nothing."""
+    (outputs, inputs), (up, down) = size, (noise(stored[0], 2), noise(2, stored[1]))
+    tensors = {f"model.layers.0.mlp.experts.lora_{part}.weight": t for part, t in (("A", down), ("B", up))}
+    with read(tmp_path, tensors, r=1, lora_alpha=1, target_parameters=["down_proj"]) as changes:
+        assert None is changes.linear([of_experts("expert_up", inputs, outputs)])
+        change = changes.linear([of_experts("expert_down", outputs, inputs, is_turned=is_turned)])
+        changes.refuse_leftovers()
+    assert change is not None and change.parts[0].down is not None
+    delta = up[:, :1] @ down[:1]
+    torch.testing.assert_close(change.parts[0].up @ change.parts[0].down, delta.t() if expected else delta)
 
 
 def test_a_tied_head_with_changes_of_its_own_adds_them_to_tokens_of_the_table(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ NAMES = replace(
         "shared_down": f"{FEED_FORWARD}.shared_expert.down_proj",
     },
     stacks={
-        "expert_gate_up": Stack(f"{FEED_FORWARD}.experts.gate_up_proj", transposed=True),
-        "expert_down": Stack(f"{FEED_FORWARD}.experts.down_proj", transposed=True),
+        "expert_gate_up": Stack(f"{FEED_FORWARD}.experts.gate_up_proj", transposed=True, turned=True),
+        "expert_down": Stack(f"{FEED_FORWARD}.experts.down_proj", transposed=True, turned=True),
     },
 )
 
