@@ -58,8 +58,9 @@ PARTS = MappingProxyType(
         "bias": "bias",
     }
 )
-# What a table that was resized is saved as besides: the base's, and once more the one that was trained.
-ORIGINAL, TRAINED = ".original_module.", ".modules_to_save."
+# What a table that was resized is saved as besides: the base's, and once more the one that was trained, or by another
+# adapter's name that one's.
+ORIGINAL, TRAINED = ".original_module.", re.compile(r"\.modules_to_save(\.[^.]+)?\.(?=[^.]+$)")
 OF_TRAINING = re.compile(r"\.lora_velora_\w+$")  # what VeLoRA computes gradients by
 MOST_HELD = 4  # tensors: A and B of what all experts have twice
 BAD_FILE = "fetch it again, or give another adapter"
@@ -228,7 +229,8 @@ class AdapterFiles:
 
     def _is_copy(self, name: str) -> bool:
         """Whether a tensor is beside the one that is computed with, as PEFT saves a table that was resized."""
-        return ORIGINAL in name or (TRAINED in name and name.replace(TRAINED, ".") in self._stored)
+        trained = TRAINED.sub(".", name)
+        return ORIGINAL in name or (trained != name and trained in self._stored)
 
     def _refuse_halves(self, module: Module) -> None:
         config = self.config

@@ -298,9 +298,10 @@ TABLES: dict[str, tuple[Tensors, dict[str, Any], Tensor]] = {
         {"trainable_token_indices": [7, 2]},
         torch.where(torch.isin(torch.arange(OUTPUTS), torch.tensor([2, 7]))[:, None], OTHER, SOME),
     ),
-    "a table that was resized, as it is saved three times": (
+    "a table that was resized, as it is saved beside others": (
         {
             f"{TABLE}.weight": SOME,
+            f"{TABLE}.modules_to_save.another-one.weight": OTHER,
             f"{TABLE}.modules_to_save.weight": SOME.clone(),
             f"{TABLE}.original_module.weight": WEIGHT,
         },
