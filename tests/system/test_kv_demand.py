@@ -45,7 +45,7 @@ ARRANGEMENTS: tuple[tuple[str, ...], ...] = (
     ("--num-shard", "2"),
 )
 # Names, times, and how an answer came about.
-OF_ITS_OWN = ("id", "created", "prompt_tokens_details", "completion_tokens_details")
+OF_ITS_OWN = ("id", "created", "prompt_tokens_details", "completion_tokens_details", "guessed")
 Asked = tuple[str, dict[str, Any]]
 
 
