@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from server.adapters.config import AdapterConfig, AdapterError, AdapterUnreadable
+from server.adapters.config import MERGE_BY_PEFT, AdapterConfig, AdapterError, AdapterUnreadable
 from server.adapters.identity import CONFIG, ContentCheck, opened
 from server.adapters.names import plain_name
 from server.checkpoint.files import HubError, checked_file
@@ -304,7 +304,10 @@ def _taken_apart(name: str) -> tuple[str, int, str]:
     dotted = f".{plain}"
     ending = next((e for e in PARTS if dotted.endswith(f".{e}")), None)
     if ending is None:
-        raise AdapterError(f"the adapter has a tensor {name}, which is none that is known: it is not served")
+        raise AdapterError(
+            f"the adapter has a tensor {name}, which is none that is known here (experts that were trained whole are "
+            f"not): {MERGE_BY_PEFT}"
+        )
     module, depth = dotted.removesuffix(f".{ending}").removeprefix("."), 0
     while module.endswith(".base_layer"):
         module, depth = module.removesuffix(".base_layer").removesuffix(".token_adapter"), depth + 1

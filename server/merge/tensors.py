@@ -192,7 +192,14 @@ class Merging:
         assert self._layout.table is not None
         return replace(self._piece(self._layout.table), role=HEAD, names=(self._layout.head,))
 
+    def _is_table(self, stem: str) -> bool:
+        """Whether a matrix is the vocabulary's table, or another one that the adapter changes as one."""
+        module = self._files.modules.get(plain_name(stem))
+        return stem == self._layout.table or (module is not None and "table_down" in module.parts)
+
     def _is_transposed(self, stem: str, shape: Sequence[int]) -> bool:
+        if self._is_table(stem):
+            return False
         known, module = self._layout.is_transposed(stem), self._files.modules.get(plain_name(stem))
         if known is not None or module is None or "down" not in module.parts:
             return bool(known)
@@ -229,7 +236,7 @@ class Merging:
     def _change(self, piece: Piece) -> Callable[[Piece], Tensor] | None:
         """What gives some rows of a merged matrix, in float32; None: the adapter does not change it."""
         table = self._layout.table
-        if piece.names[0] == table:
+        if self._is_table(piece.names[0]):
             found = self._changes.embedding(piece, is_resized=self.num_tokens is not None)
             return None if found is None else partial(_changed_table, found)
         if piece.role == HEAD:

@@ -140,6 +140,10 @@ def entry(**values: Any) -> bytes:
         ),
         (save({"a b": torch.ones(1, 1)}), "has a tensor whose name is no module's"),
         (save({"x.lora_E": torch.ones(1, 1)}), "has a tensor x.lora_E, which is none that is known"),
+        (
+            save({"x.mlp.experts.up_proj": torch.ones(2, 3, 4)}),
+            "which is none that is known here (experts that were trained whole are not): merge it with peft",
+        ),
     ],
 )
 def test_a_damaged_header_is_one_sentence(folder: Path, content: bytes, expected: str) -> None:

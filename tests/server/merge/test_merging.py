@@ -180,6 +180,20 @@ def test_nobody_is_sent_from_a_merge_to_a_merge(
     assert "if it is an adapter of this model, merge it with peft (`merge_and_unload`)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("case", "table"), [("gpt2", "transformer.wpe"), ("gemma4-e", "model.embed_tokens_per_layer")])
+def test_tables_that_are_not_of_the_vocabulary_are_merged(
+    checkpoints: Checkpoints, tmp_path: Path, case: str, table: str
+) -> None:
+    model = checkpoints(case)[0]
+    before = load_file(model / "model.safetensors")
+    (name,) = (name for name in before if name.endswith(f"{table.rpartition('.')[2]}.weight"))
+    down, up = noise(4, before[name].shape[0]), noise(before[name].shape[1], 4)
+    adapter = write(tmp_path / "adapter", {f"{table}.lora_embedding_A": down, f"{table}.lora_embedding_B": up})
+    after = load_file(merge(model, adapter, tmp_path / "merged") / "model.safetensors")
+    torch.testing.assert_close(after[name], before[name] + 6 / 4 * (up @ down).t())
+    assert all(torch.equal(tensor, before[other]) for other, tensor in after.items() if other != name)
+
+
 def test_a_quantised_model_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
     model, quantised = checkpoints("llama")[0], tmp_path / "quantised"
     quantised.mkdir()
