@@ -211,17 +211,18 @@ def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Bo
 
 
 def _within(body: bytes, place: Sequence[int | str], *, is_missing: bool) -> Iterator[str]:
-    """Where in a body: a schema's place goes on with the types that a field may have, which are left out."""
+    """Where in a body: a schema's place has the types that a field may have too, which are left out."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:  # which the schema takes, as it does a number of a hundred digits
         value = None
     for part in place:
         known = (isinstance(value, dict) and part in value) or (isinstance(value, list) and part in range(len(value)))
-        if not known and not (is_missing and isinstance(value, dict)):
-            return
-        yield str(part)
-        value = value[part] if known else None
+        if known:
+            yield str(part)
+            value = value[part]
+    if is_missing:
+        yield str(place[-1])
 
 
 def refuse_excess(body: bytes, most: int, what: str = "the body") -> None:

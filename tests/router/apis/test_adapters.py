@@ -219,8 +219,10 @@ async def test_other_servers_names_of_adapters_are_refused(tmp_path: Path, templ
 
 async def test_adapter_id_beside_the_parameters_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     async with adapting(tmp_path) as (it, asked):
-        for path in ("/", "/generate", "/generate_stream"):
-            status, sentence = error_of(await it.http.post(path, json={**TEXT, "adapter_id": "alice"}))
+        misplaced = TEXT | {"adapter_id": "alice"}
+        asked_of = dict.fromkeys(("/", "/generate", "/generate_stream", "/invocations"), misplaced)
+        for path, body in {**asked_of, "/vertex": {"instances": [misplaced]}}.items():
+            status, sentence = error_of(await it.http.post(path, json=body))
             assert 422 == status and sentence.endswith("adapter_id`: belongs in `parameters`: put it there")
         assert 200 == (await it.http.post("/generate", json=TEXT | {"adapter_id": None})).status_code
         assert 1 == len(asked)

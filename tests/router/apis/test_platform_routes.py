@@ -79,8 +79,9 @@ async def test_vertex_answers_a_text_for_each_instance(template: str) -> None:
     [
         ({"instances": []}, "`instances` has 0 instances: give 1 to 4 (max_client_batch_size)"),
         ({"instances": [GENERATE] * 5}, "`instances` has 5 instances"),
-        ({"instances": [GENERATE, {"inputs": 3}]}, "`instances.1"),
-        ({"instances": [3]}, "`instances.0"),
+        ({"instances": [GENERATE, {"inputs": 3}]}, "`instances.1.inputs`: input should be a valid string"),
+        ({"instances": [{}]}, "`instances.0.inputs`: field required"),
+        ({"instances": [3]}, "`instances.0`: "),
         ({"instances": [{**GENERATE, "stream": True}]}, "`instances.0.stream` is true"),
         ({"instances": [{**CHAT, "n": 2}]}, "`instances.0.n` is 2"),
         ({"instances": [{**CHAT, "logprobs": True}]}, "`instances.0.logprobs` is not served on /vertex"),
