@@ -449,7 +449,7 @@ class Changes:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise AdapterError(
                 f"{self._files.told(left[0])} is of no layer that adapters can change in this model"
-                + (f", nor are {', '.join(left[1:3])}{more}" if left[1:] else "")
+                + (f", nor {'are' if left[2:] else 'is'} {', '.join(left[1:3])}{more}" if left[1:] else "")
                 + f": if it is an adapter of this model, {MERGE}"
             )
 
