@@ -255,6 +255,7 @@ class Changes:
 
     def _replaced(self, found: Linear, piece: Piece, name: str, *, is_vocabulary: bool) -> Read:
         """Put rows of a weight that was trained whole in place of the base's. Returns what reads them."""
+        self._taken.add(name)  # of which this rank may have none
         size = (self._rows_of(name, piece, is_vocabulary), piece.size[1])
         is_turned = piece.is_transposed and self._files.shape_of(name) == (size[1], size[0])
         read = (
@@ -306,9 +307,9 @@ class Changes:
 
     def _rebias(self, found: Linear, piece: Piece, name: str, *, is_vocabulary: bool) -> None:
         bias = self._take(name, (self._rows_of(name, piece, is_vocabulary),))
-        if piece.columns[0] != 0:
-            return
         ranges = _ranges(len(bias), piece)
+        if piece.columns[0] != 0 or not ranges:
+            return
         own, base = _rows(bias, ranges).float(), piece.read_bias(ranges)
         difference = own if base is None else own - base
         if difference.any():

@@ -240,6 +240,23 @@ def test_tokens_that_an_adapter_does_not_know_are_never_chosen(tmp_path: Path, w
     assert found[:, 10:].eq(float("-inf")).all()
 
 
+@pytest.mark.parametrize("rows", [(8, OUTPUTS), (OUTPUTS, OUTPUTS)])
+def test_a_rank_whose_tokens_an_adapter_does_not_know_takes_it_as_others_do(
+    tmp_path: Path, rows: tuple[int, int]
+) -> None:
+    lora = {f"{HEAD}.lora_A.weight": DOWN, f"{HEAD}.lora_B.weight": UP[:3]}
+    tensors = lora | {f"{HEAD}.base_layer.weight": OTHER[:3], f"{HEAD}.base_layer.bias": BIAS[:3]}
+    lengths = {f"{HEAD}.lora_magnitude_vector": MAGNITUDE[:3]}
+    with read(tmp_path, tensors | lengths, use_dora=True) as changes:
+        change = changes.linear([piece_of(WEIGHT, BIAS, [rows], (0, INPUTS), HEAD)], 4, is_vocabulary=True)
+        changes.refuse_leftovers()
+    if rows == (OUTPUTS, OUTPUTS):
+        assert change is None
+    else:
+        assert change is not None and change.bias is not None and not change.parts
+        assert change.bias.eq(float("-inf")).all()
+
+
 def test_more_tokens_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     tensors = {f"{HEAD}.weight": noise(OUTPUTS + 1, INPUTS)}
     with read(tmp_path, tensors) as changes, pytest.raises(AdapterError, match=r"is of 13 tokens, and .* with 12"):
