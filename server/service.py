@@ -21,6 +21,7 @@ import torch
 
 from server.adapters.adapters import Adapters
 from server.adapters.config import AdapterError, AdapterUnreadable
+from server.adapters.identity import is_content
 from server.backends.device import StepProfiler, lost_device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.offload.cost import Times
@@ -411,7 +412,8 @@ def _prepare(adapters: Adapters, key: bytes, folder: Path) -> pb.PrepareAdapterR
     try:
         return pb.PrepareAdapterReply(device_bytes=adapters.prepare(key, folder))
     except AdapterError as error:
-        return pb.PrepareAdapterReply(problem=str(error), may_pass=isinstance(error, AdapterUnreadable))
+        may_pass = isinstance(error, AdapterUnreadable) or not is_content(folder, key)
+        return pb.PrepareAdapterReply(problem=str(error), may_pass=may_pass)
     except Exception as error:  # this rank must outlive whatever a file makes a library raise
         log.exception("an adapter could not be read")
         problem = f"it cannot be read ({_sentence(error)}): fetch it again"

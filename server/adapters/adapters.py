@@ -54,9 +54,9 @@ class Adapters:
 
     def prepare(self, key: bytes, folder: Path) -> int:
         """Read an adapter, unless it is there; returns the bytes that it takes in a row. Raises AdapterError."""
-        if key not in self._prepared:
-            self._prepared[key] = self.read(key, folder)
-        return sum(change.nbytes for change in self._prepared[key])
+        if (changes := self._prepared.get(key)) is None:
+            changes = self._prepared[key] = self.read(key, folder)
+        return sum(change.nbytes for change in changes)  # which another thread may have let go of by now
 
     def forget(self, key: bytes) -> None:
         """Let go of what was read. A row that has it keeps it."""

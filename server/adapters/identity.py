@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
@@ -42,6 +41,14 @@ def content_key(
     return digest.digest()[:KEY_BYTES]
 
 
+def is_content(folder: Path, key: bytes, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+    """Whether a folder's content has a key. Not where it cannot be read."""
+    try:
+        return content_key(folder, is_wanted) == key
+    except OSError:
+        return False
+
+
 def content(folder: Path) -> Iterator[Path]:
     """The files that an adapter is made of, by name."""
     yield folder / CONFIG
@@ -67,8 +74,7 @@ class ContentCheck:
         self._thread.start()
 
     def _compare(self, folder: Path, key: bytes) -> None:
-        with suppress(OSError):
-            self._is_same = content_key(folder, lambda: self._is_wanted) == key
+        self._is_same = is_content(folder, key, lambda: self._is_wanted)
 
     def result(self) -> bool:
         """Waits for it."""

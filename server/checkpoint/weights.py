@@ -677,10 +677,10 @@ class Weights:
 
     def modules_outside_layers(self, *, before: bool, after: bool) -> tuple[str, ...]:
         """Likewise of what stands before the decoder's layers, an encoder included, or after them."""
-        named: list[str] = []
-        for role, entry in self.names.roles.items():
-            if (role in AFTER_LAYERS and after) or (role not in AFTER_LAYERS and before):
-                named += [name for name in ((entry,) if isinstance(entry, str) else entry) if "{i}" not in name]
+        wanted = {
+            role: names for role, names in self.names.roles.items() if (after if role in AFTER_LAYERS else before)
+        }
+        named = [name for name in _all(wanted) if "{i}" not in name]
         if before:
             named += [name.partition("{i}")[0].rstrip(".") for name in _all(self.names.encoder or {})]
         return tuple(prefix + name for prefix in (self.prefix, "") for name in named)

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from server.adapters.adapters import Adapters
-from server.adapters.config import AdapterUnreadable
+from server.adapters.config import AdapterError, AdapterUnreadable
+from server.adapters.identity import content_key
 from server.config import ShardConfig
 from server.loading import load
 from server.pb import generate_pb2 as pb
@@ -24,6 +25,7 @@ from server.pb import generate_pb2_grpc as pb_grpc
 from server.ranks.collectives import Shard
 from server.service import ShardService, serve
 from server.stepping.warmup import warm_up
+from tests.adapter_folders import adapter_folder
 from tests.cpu_kernels import asked
 from tests.server.driver import GREEDY
 
@@ -316,3 +318,19 @@ async def test_what_is_read_for_somebody_who_waits_no_longer_is_forgotten(shard:
         assert [b"slow"] == [*adapters._prepared] and not service._readers
         reply = await prepare(b"bad", "/unreadable")
         assert "its disk is gone" == reply.problem and reply.may_pass
+
+
+async def test_what_was_wrong_with_other_files_than_the_key_s_may_pass(shard: Served, tmp_path: Path) -> None:
+    """Files that were being written, as the key's own are back a moment later."""
+
+    def read(key: bytes, folder: Path) -> list[Any]:
+        raise AdapterError("it is damaged")
+
+    folder = adapter_folder(tmp_path / "alice")
+    async with shard as (stub, service):
+        service._engine.adapters = Adapters(2, 100, read)
+        found = [
+            await stub.PrepareAdapter(pb.PrepareAdapterRequest(key=key, folder=str(folder)))
+            for key in (content_key(folder), b"another's")
+        ]
+    assert [("it is damaged", False), ("it is damaged", True)] == [(one.problem, one.may_pass) for one in found]
