@@ -22,7 +22,6 @@ from server.blocks import BLOCK_SIZE
 from server.drafting.chain import Link
 from server.drafting.passes import Passes
 from server.model.transformer import Transformer
-from server.stepping.batch import Layout
 from server.stepping.proposals import Came, Proposal, Surroundings
 from server.stepping.sampling import Chosen
 from server.stepping.sequences import SequenceState, StepRuns
@@ -162,7 +161,7 @@ class DraftPasses:
         """Compute so many pending tokens of each sequence; the hidden states [T, D]."""
         spans = [(sequence.row, sequence.followed.computed, count) for sequence, count in behind]
         known = [id for sequence, count in behind for id in sequence.followed.pending[:count]]
-        hidden = self.passes.run(self.passes.forward(Layout.of(spans, known)))
+        hidden = self.passes.compute(spans, known)
         for sequence, count in behind:
             sequence.followed.compute(count)
         return hidden

@@ -200,12 +200,13 @@ class HeadPasses:
         unread: sequences, by id, behind whose last row is the latest token, which the model's tables know.
         """
         spans = [(row.sequence.row, row.start, len(row.behind)) for row in rows]
-        layout = Layout.of(spans, [token for row in rows for token in row.behind])
-        forward = self.passes.forward(layout, self._inputs(rows, features))
-        if unread:
-            ends = zip(rows, _ends(rows), strict=True)
-            places = self._upload([[end - 1, row.sequence.row] for row, end in ends if row.sequence.id in unread])
-            forward.token_ids.index_copy_(0, places[:, 0], self._model_tokens[places[:, 1]])
+        token_ids, inputs = [token for row in rows for token in row.behind], self._inputs(rows, features)
+        if not unread:
+            return self.passes.compute(spans, token_ids, inputs)
+        forward = self.passes.forward(Layout.of(spans, token_ids), inputs)
+        ends = zip(rows, _ends(rows), strict=True)
+        places = self._upload([[end - 1, row.sequence.row] for row, end in ends if row.sequence.id in unread])
+        forward.token_ids.index_copy_(0, places[:, 0], self._model_tokens[places[:, 1]])
         return self._hidden(forward)
 
     def propose(self, rows: Sequence[Rows], features: Tensor, links: Mapping[int, Link]) -> list[Proposal]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from server.drafting.chain import Chain, Link
-from server.stepping.batch import Carried, Forward, Layout, Tables
+from server.stepping.batch import Carried, Forward, Layout, Spans, Tables
 from server.stepping.decoding import Decoding
-from server.stepping.graphs import DecodeGraphs, Form
+from server.stepping.graphs import DecodeGraphs, Form, MixedGraphs
 from server.stepping.proposals import Surroundings
 from server.stepping.sampling import Chosen
 from server.stepping.sequences import TokenRun
@@ -47,7 +47,7 @@ class Passes:
         self.tables = Tables(torch.zeros_like(around.tables.last_tokens), around.tables.entries, None)
         self._logits = logits
         self._ahead = ahead
-        self._graphs = None
+        self._graphs, self._mixed = None, None
         if around.capture is not None:
             decode = Decoding(run, logits, around.vocabulary, gives_hidden=True, ahead=ahead)
             self._graphs = DecodeGraphs(
@@ -56,6 +56,13 @@ class Passes:
                 has_encoder=False,
                 carried=carried,
             )
+            if around.capture.computes:  # elsewhere graphs of every size would have to be there beforehand
+                self._mixed = MixedGraphs(
+                    *(around.capture, run, around.device, self.tables),
+                    most=around.most,
+                    gives_hidden=True,
+                    carried=carried,
+                )
 
     def captures(self) -> Sequence[Callable[[], None]]:
         """See `Proposer`."""
@@ -68,6 +75,17 @@ class Passes:
         lengths = [first + count for first, count in zip(layout.firsts, counts, strict=True)]
         before = None if carried is None else Carried(carried)
         return Forward([], token_ids, replace(meta, context_lengths=lengths), None, None, before)
+
+    def compute(
+        self, runs: Sequence[tuple[int, int, int]], token_ids: list[int], carried: Tensor | None = None
+    ) -> Tensor:
+        """What a pass makes of known tokens, [T, D]: valid until the next one. runs: see `Spans`."""
+        spans = Spans([], runs, token_ids, [0] * len(runs))
+        if self._mixed is None or (graph := self._mixed.find(spans)) is None:
+            return self.run(self.forward(spans.layout, carried))
+        _, hidden = self._mixed.run(graph, spans, carried)
+        assert hidden is not None, "it is wanted"
+        return hidden
 
     def next(
         self, links: Sequence[Link], previous: Tensor, place: int, carried: Tensor | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +113,30 @@ class Layout:
         return numbers.split([sequences, sequences, sequences + 1, sampled, sampled, len(self.token_ids)])
 
 
+class Spans(NamedTuple):
+    """Which tokens a step computes: of each sequence its row, its first position and how many."""
+
+    decodes: Sequence[tuple[int, int, int]]
+    others: Sequence[tuple[int, int, int]]
+    token_ids: list[int]  # of the others
+    sampled: Sequence[int]  # of each of the others, behind how many of its last tokens one is chosen
+
+    @classmethod
+    def of(cls, plan: StepRuns) -> Spans:
+        """Those of a step."""
+        decodes, others = (
+            [(run.sequence.row, run.start, run.length) for run in runs] for runs in (plan.decodes, plan.uploaded)
+        )
+        token_ids = [id for run in plan.uploaded for id in run.token_ids]
+        return cls(decodes, others, token_ids, [run.num_sampled for run in plan.uploaded])
+
+    @property
+    def layout(self) -> Layout:
+        """How they stand in the step."""
+        layout = Layout.of([*self.decodes, *self.others], self.token_ids, len(self.decodes))
+        return layout.sampling([*[1] * len(self.decodes), *self.sampled])
+
+
 @dataclass(frozen=True)
 class Tables:
     """What the device keeps of every sequence, by row. Row 0 is no sequence's: it fills up the batches of graphs."""
@@ -195,11 +220,7 @@ class Tables:
 
     def lay_out(self, plan: StepRuns, device: Device, *, has_encoder: bool) -> StepInput:
         """Any step, from what the host knows."""
-        runs = plan.decodes + plan.uploaded
-        known = [id for run in plan.uploaded for id in run.token_ids]
-        spans = [(run.sequence.row, run.start, run.length) for run in runs]
-        counts = [run.num_sampled for run in runs]
-        layout = Layout.of(spans, known, len(plan.decodes)).sampling(counts)
+        runs, layout = plan.decodes + plan.uploaded, Spans.of(plan).layout
         numbers = device.upload(layout.numbers)
         starting = [run.sequence for run in plan.chunks if run.start == 0] if has_encoder else []
         rows, _, _, sample_rows, sample_at, _ = layout.split(numbers)

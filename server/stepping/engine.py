@@ -28,7 +28,7 @@ from server.blocks import num_blocks
 from server.offload.cost import Times
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
-from server.stepping.batch import Carried, Forward, StepInput, Tables
+from server.stepping.batch import Carried, Forward, Spans, StepInput, Tables
 from server.stepping.cache import (
     HostSlots,
     Kept,
@@ -383,8 +383,8 @@ class Engine:
         if self._graphs is not None and self._captures_adapters(plan):
             if not (plan.chunks or plan.drafts) and self._graphs.decodes.takes(len(plan.decodes)):
                 return self._run_graph(plan, tables, self._graphs.decodes, started)
-            if self._graphs.mixed is not None and self._graphs.mixed.takes(plan):
-                return self._run_mixed(plan, tables, self._graphs.mixed, started)
+            if (launched := self._run_mixed(plan, tables, self._graphs.mixed, started)) is not None:
+                return launched
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
         encoding = step.forward.encoding
         before = self.neighbours.carried(len(step.forward.token_ids), len(encoding.token_ids) if encoding else 0)
@@ -415,8 +415,15 @@ class Engine:
         self.neighbours.hand_on(carried, sampled, rows)
         return Launched([], [], {}, started, self.device, self.shard.check)
 
-    def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
-        found, hidden = graphs.run(plan)
+    def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs | None, started: Clock) -> Launched | None:
+        """None: no graph is of such a step."""
+        has_adapters = any(run.sequence.adapter for run in (*plan.decodes, *plan.uploaded))
+        if graphs is None or has_adapters or any(run.reported for run in plan.chunks):
+            return None
+        spans = Spans.of(plan)
+        if (graph := graphs.find(spans)) is None:
+            return None
+        found, hidden = graphs.run(graph, spans)
         return self._sample(plan.sampled, found, plan, tables, started).showing(hidden)
 
     def _sample(

@@ -18,6 +18,9 @@ the start-up table says which rank failed, and why.
 
 Drafts stand where prompts do, as long as there is room for the tokens that they yield.
 
+On CPUs, where a capture is one more run of the step and nothing is filled up, no sizes are known beforehand. A decode
+step is captured when its size first comes, a mixed one of few tokens when its size comes again.
+
 Left out: prompts with many tokens, whose computation outlasts its launching; prompts whose log-probabilities are asked
 for; mixed steps of encoder-decoders, and with adapters; models that cannot be captured, which the backend names
 beforehand; and a device that a failed capture took with it, which raises on its rank and ends the server.
@@ -27,11 +30,13 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
-from itertools import chain, product
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,15 +44,19 @@ from torch import Tensor
 from server.backends.device import CaptureFailed, Device
 from server.backends.protocol import Computation, GraphCapture
 from server.ranks.collectives import Shard
-from server.stepping.batch import Carried, Forward, Layout, Tables
+from server.stepping.batch import Carried, Forward, Layout, Spans, Tables
 from server.stepping.sampling import TokenChoice, settings_of
-from server.stepping.sequences import StepRuns, TokenRun
+from server.stepping.sequences import TokenRun
 
 log = logging.getLogger(__name__)
 # Sequences that decode in a captured step: few sizes, for each is captured with every size of prompts.
 DECODES = (8, 32, 64, 128, 256)
 # Prompts in a captured step, and one place more, whose tokens are those that fill up.
 PROMPTS = 8
+# Where steps are captured as they come and nothing is filled up, on CPUs: most tokens of a step beside its decodes, so
+# few that launching a small model takes as long as computing, and how many sizes are remembered.
+MOST_EXACT = 64
+MOST_KEPT = 128
 
 
 class Form(Enum):
@@ -201,66 +210,111 @@ class DecodeGraph:
             self.choices = choices
 
 
+class Size(NamedTuple):
+    """Of a mixed step that is captured."""
+
+    decodes: int
+    others: int  # sequences that do not decode; where steps are filled up, the last of them has the tokens that do that
+    tokens: int  # of these
+    sampled: int  # tokens that it yields
+
+
 class MixedGraphs:
-    """The captured mixed steps of one engine, for no more decodes than are captured alone. most: sequences at once."""
+    """The captured mixed steps over some tables, for no more decodes than are captured alone. most: sequences at once.
+
+    gives_hidden: whether the hidden states of all tokens are wanted too. carried: [0, D] of the kind of what a step
+    goes on from beside its tokens; None: from nothing.
+    """
 
     def __init__(
-        self, capture: GraphCapture, run: Run, device: Device, tables: Tables, *, most: int, gives_hidden: bool = False
+        self,
+        capture: GraphCapture,
+        run: Run,
+        device: Device,
+        tables: Tables,
+        *,
+        most: int,
+        gives_hidden: bool = False,
+        carried: Tensor | None = None,
     ):
-        """gives_hidden: whether the hidden states of all tokens are wanted too."""
         self._gives_hidden = gives_hidden
+        self._carried = carried
         self._capture = capture
         self._run = run
         self._device = device
         self._tables = tables
         most = min([most, *capture.sizes[-1:]])
         decodes = DECODES[: bisect_left(DECODES, most) + 1] if capture.prompt_tokens else ()
-        self._graphs = {
-            size: MixedGraph(*size, device) for size in product(reversed(decodes), reversed(capture.prompt_tokens))
-        }
+        sizes = [
+            Size(decode, PROMPTS + 1, tokens, decode + PROMPTS)
+            for decode, tokens in product(reversed(decodes), reversed(capture.prompt_tokens))
+        ]
         self._decodes, self._tokens = decodes, capture.prompt_tokens  # both ascending
+        # None: a size that came once. Those that are not known beforehand go again, the longest unused first.
+        self._graphs: OrderedDict[Size, MixedGraph | None] = OrderedDict((size, self._blank(size)) for size in sizes)
 
     @property
     def has_sizes(self) -> bool:
-        """Whether any mixed step is captured."""
-        return bool(self._graphs)
+        """Whether sizes are known beforehand."""
+        return bool(self._decodes)
 
-    def takes(self, plan: StepRuns) -> bool:
-        """Whether such a step is captured."""
-        return (
-            self.has_sizes
-            and 0 < len(plan.uploaded) <= PROMPTS
-            and _decodes_for(plan) <= self._decodes[-1]
-            and sum(run.length for run in plan.uploaded) <= self._tokens[-1]
-            and not any(run.reported for run in plan.chunks)
-            and not any(run.sequence.adapter for run in (*plan.decodes, *plan.uploaded))
-        )
+    def find(self, spans: Spans) -> MixedGraph | None:
+        """The graph of such a step; None: it is computed without."""
+        if not self.has_sizes:
+            return self._found(spans) if self._capture.computes else None
+        decodes, tokens = _decodes_for(spans), len(spans.token_ids)
+        if not 0 < len(spans.others) <= PROMPTS or decodes > self._decodes[-1] or tokens > self._tokens[-1]:
+            return None
+        decodes = self._decodes[bisect_left(self._decodes, decodes)]
+        tokens = self._tokens[bisect_left(self._tokens, tokens)]
+        return self._graphs[Size(decodes, PROMPTS + 1, tokens, decodes + PROMPTS)]
+
+    def _found(self, spans: Spans) -> MixedGraph | None:
+        """The graph of exactly such a step, if one came before: most never come again."""
+        decodes, tokens = len(spans.decodes), len(spans.token_ids)
+        if not 0 < tokens <= MOST_EXACT:
+            return None
+        size = Size(decodes, len(spans.others), tokens, decodes + sum(spans.sampled))
+        if size not in self._graphs:
+            self._graphs[size] = None
+            if len(self._graphs) > MOST_KEPT:
+                self._graphs.popitem(last=False)
+            return None
+        self._graphs.move_to_end(size)
+        if (graph := self._graphs[size]) is None:
+            graph = self._graphs[size] = self._blank(size)
+        return graph
+
+    def _blank(self, size: Size) -> MixedGraph:
+        return MixedGraph(size, self._device, self._carried)
 
     def captures(self) -> list[Callable[[], None]]:
         """Capture one graph each, the largest first: what it has taken suffices for the others."""
-        return [partial(self._prepare, graph) for graph in self._graphs.values()]
+        return [partial(self._prepare, graph) for graph in self._graphs.values() if graph is not None]
 
     @property
     def largest(self) -> tuple[int, int]:
-        """Decodes and prompt tokens of the largest step that is captured. There is one."""
+        """Decodes and prompt tokens of the largest step whose size is known beforehand. There is one."""
         return self._decodes[-1], self._tokens[-1]
 
-    def run(self, plan: StepRuns) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    def run(
+        self, graph: MixedGraph, spans: Spans, carried: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What the next tokens are chosen from, a row for each sequence that gets one: see `DecodeGraphs.run`.
 
         And the hidden states [T, D] of all tokens of the step, if they are wanted. All are valid until the next run.
         """
-        tokens = sum(run.length for run in plan.uploaded)
-        decodes = self._decodes[bisect_left(self._decodes, _decodes_for(plan))]
-        graph = self._graphs[decodes, self._tokens[bisect_left(self._tokens, tokens)]]
+        graph.fill(spans, self._device)
+        graph.carry(carried)
         self._prepare(graph)
         assert graph.replay is not None
-        graph.fill(plan, self._device)
-        results, sampled = graph.replay(), _num_sampled(plan)
+        decodes, sampled, tokens = len(spans.decodes), len(spans.decodes) + sum(spans.sampled), len(spans.token_ids)
+        results = graph.replay()
         chosen_from = tuple(result[:sampled] for result in results[:4])
         if not self._gives_hidden:
             return chosen_from, None
-        return chosen_from, torch.cat([results[4][: len(plan.decodes)], results[4][decodes : decodes + tokens]])
+        hidden, first = results[4], graph.size.decodes
+        return chosen_from, torch.cat([hidden[:decodes], hidden[first : first + tokens]])
 
     def _prepare(self, graph: MixedGraph) -> None:
         if graph.replay is None:
@@ -269,10 +323,11 @@ class MixedGraphs:
     def _step(self, graph: MixedGraph) -> Computation:
         layout = replace(graph.blank, blocks=self._tables.width)
         *_, sample_rows, sample_at, _ = layout.split(graph.numbers)
+        carried = None if graph.carried is None else Carried(graph.carried)
 
         def step() -> tuple[Tensor, ...]:
             token_ids, meta = self._tables.step(layout, graph.numbers)
-            hidden = self._run(Forward([], token_ids, meta, None, None))
+            hidden = self._run(Forward([], token_ids, meta, None, None, carried))
             found = hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows
             return (*found, hidden) if self._gives_hidden else found
 
@@ -282,52 +337,40 @@ class MixedGraphs:
 class MixedGraph:
     """One captured step: room for its numbers, and its replay."""
 
-    def __init__(self, decodes: int, tokens: int, device: Device):
-        self.decodes, self.tokens = decodes, tokens
-        self.blank = self._layout([], [], [], [])
+    def __init__(self, size: Size, device: Device, carried: Tensor | None = None):
+        self.size = size
+        self.blank = self._layout(Spans([], [], [], []))
         self.numbers = device.upload(self.blank.numbers)
+        # What the tokens go on from, if anything.
+        self.carried = None if carried is None else carried.new_zeros(size.decodes + size.tokens, carried.shape[1])
         self.replay: Computation | None = None
 
-    def fill(self, plan: StepRuns, device: Device) -> None:
+    def fill(self, spans: Spans, device: Device) -> None:
         """Upload what the next replay computes."""
-        decodes, prompts = (
-            [(s.row, start, length) for s, start, length, _ in runs] for runs in (plan.decodes, plan.uploaded)
-        )
-        token_ids = [id for run in plan.uploaded for id in run.token_ids]
-        layout = self._layout(decodes, prompts, token_ids, [run.num_sampled for run in plan.uploaded])
-        self.numbers.copy_(device.upload(layout.numbers))
+        self.numbers.copy_(device.upload(self._layout(spans).numbers))
 
-    def _layout(
-        self,
-        decodes: Sequence[tuple[int, int, int]],
-        chunks: Sequence[tuple[int, int, int]],
-        token_ids: list[int],
-        sampled: list[int],
-    ) -> Layout:
-        """The step of these runs (row, first position, tokens), filled up; sampled: how many tokens `chunks` yield."""
-        padding = self.tokens - len(token_ids)
-        runs = chain(
-            decodes,
-            [(0, 0, 1)] * (self.decodes - len(decodes)),
-            chunks,
-            [(0, 0, 0)] * (PROMPTS - len(chunks)),
-            [(0, 0, padding)],
-        )
-        layout = Layout.of(list(runs), [*token_ids, *[0] * padding], self.decodes)
-        none = [0] * (self.decodes - len(decodes)), [0] * (PROMPTS + 1 - len(chunks))
-        layout = layout.sampling([*[1] * len(decodes), *none[0], *sampled, *none[1]])
-        unused = [(self.decodes + PROMPTS, 0)] * (self.decodes + PROMPTS - len(layout.sampled))
+    def carry(self, carried: Tensor | None) -> None:
+        """Take up what the step's tokens go on from, where they do: there is nothing that fills up."""
+        if self.carried is not None and carried is not None:
+            self.carried.copy_(carried)
+
+    def _layout(self, spans: Spans) -> Layout:
+        """The step of these tokens, filled up."""
+        missing = self.size.decodes - len(spans.decodes)
+        decodes = [*spans.decodes, *[(0, 0, 1)] * missing]
+        fill = self.size.tokens - len(spans.token_ids)
+        lacking = self.size.others - len(spans.others)
+        others = [*spans.others, *[(0, 0, 0)] * (lacking - 1), *[(0, 0, fill)] * bool(lacking)]
+        runs = [*decodes, *others]
+        layout = Layout.of(runs, [*spans.token_ids, *[0] * fill], self.size.decodes)
+        layout = layout.sampling([*[1] * len(spans.decodes), *[0] * missing, *spans.sampled, *[0] * lacking])
+        unused = [(len(runs) - 1, 0)] * (self.size.sampled - len(layout.sampled))
         return replace(layout, sampled=[*layout.sampled, *unused])
 
 
-def _num_sampled(plan: StepRuns) -> int:
-    """How many tokens a step yields."""
-    return len(plan.decodes) + sum(run.num_sampled for run in plan.uploaded)
-
-
-def _decodes_for(plan: StepRuns) -> int:
+def _decodes_for(spans: Spans) -> int:
     """The decodes of a captured step that has room for this one: a token comes behind each, and behind each prompt."""
-    return max(len(plan.decodes), _num_sampled(plan) - PROMPTS)
+    return max(len(spans.decodes), len(spans.decodes) + sum(spans.sampled) - PROMPTS)
 
 
 class AgreedCapture:

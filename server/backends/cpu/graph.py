@@ -94,6 +94,8 @@ class Pool:
 def _unowned(tensor: Tensor) -> Tensor:
     """The same contiguous memory, which anyone may take when `tensor` is gone."""
     assert tensor.is_contiguous()
+    if not tensor.nbytes:
+        return tensor
     piece = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(piece, dtype=tensor.dtype).view(tensor.shape)
 

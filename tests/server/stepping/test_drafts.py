@@ -16,7 +16,9 @@ from server.blocks import BLOCK_SIZE
 from server.loading import load
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
+from server.stepping import graphs
 from server.stepping.engine import Engine
+from server.stepping.graphs import Size
 from server.stepping.pipeline import StageNeighbours
 from server.stepping.sequences import SequenceState, StepError, TokenRun
 from tests.server.checkpoints import CASES, Checkpoints
@@ -224,6 +226,38 @@ def test_captured_steps_have_drafts_where_prompts_are(kernels: Kernels) -> None:
 
 
 NEW: dict[str, Any] = {"token_ids": [5, 6, 7], "blocks": [0, 1]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [128, 3])
+def test_on_a_cpu_steps_of_a_size_that_came_before_are_captured(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kept: int
+) -> None:
+    """They compute what they do uncaptured, however often a size is forgotten and comes again."""
+    monkeypatch.setattr(graphs, "MOST_KEPT", kept)
+    engine, plain = (load_engine(DEMO, kernels=kernels, captured=c, dtype=dtype, **SIZES) for c in (True, False))
+    check(engine)
+    expected = [p.tokens for p in generate(plain, prompts())]
+    ours, theirs = (results(generate(one, prompts(), Drafter(expected, most=6))) for one in (engine, plain))
+    assert ours == theirs
+    assert engine.graphs is not None and engine.graphs.mixed is not None and plain.graphs is None
+    found = list(engine.graphs.mixed._graphs.values())
+    assert len(found) <= kept
+    if kept > 3:
+        assert sum(graph is not None and graph.replay is not None for graph in found) > 10 and None in found
+
+
+def test_a_size_is_captured_when_it_comes_again(kernels: Kernels) -> None:
+    engine = load_engine(DEMO, kernels=kernels, **SIZES)
+    first = started(engine)
+    step(engine, drafted(3, *first, 1, 2, 3))
+    assert engine.graphs is not None and engine.graphs.mixed is not None
+    sizes = engine.graphs.mixed._graphs
+    assert sizes[Size(0, 1, 4, 4)] is None
+    first = started(engine)
+    step(engine, drafted(3, *first, 4, 5, 6))
+    captured = sizes[Size(0, 1, 4, 4)]
+    assert captured is not None and captured.replay is not None
 
 
 def started(engine: Engine, **sampling: Any) -> list[int]:
