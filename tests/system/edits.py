@@ -9,7 +9,8 @@ they are for such a text, and cost what they do.
 
 In each round the same edits are asked for without guesses, with as many as the server thinks right, and with each of
 `--fixed`, by another server that has to try so many. Rates are those while all of a batch run. It prints a JSON object
-for each round and one of the medians. `--model FOLDER` keeps the model's files, of which a tokenizer takes longest.
+for each round and one of the medians, with the geometric mean of the ratios and its 95 % interval. `--model FOLDER`
+keeps the model's files, of which a tokenizer takes longest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import statistics
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ from tests.running import ROOT, Server, body
 from tests.system.grammar_cost import write_model
 
 UP_TO = "dc228985"  # the last commit that is looked at
-COMMITS, LINES = 60, 15  # how many, and lines that are shown around a change
+COMMITS, MORE_COMMITS = 60, 300  # how many, where answers are edits and where they are not
+LINES = 15  # that are shown around a change
 PIECE = range(400, 1500)  # characters
 PROMPT_TOKENS, ANSWER_TOKENS = range(120, 280), 128
 WARMUP_TOKENS = 48  # of a first answer, which is not timed: costs are measured
@@ -45,15 +49,16 @@ RANDOM_IDS = range(1000, 20000)
 Edit = tuple[str, list[int], list[int]]  # the prompt's text and tokens, and the answer's
 
 
-def edits(tokenizer: Tokenizer) -> Iterator[Edit]:
+def edits(tokenizer: Tokenizer, commits: int = COMMITS) -> Iterator[Edit]:
     """Of the repository's history, those of a length that suits."""
-    command = ["git", "log", "-p", f"-U{LINES}", "--no-merges", f"-n{COMMITS}", UP_TO, "--", "*.py"]
-    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["git", "log", "-p", f"-U{LINES}", "--no-merges", f"-n{commits}", UP_TO, "--", "*.py"]
+    log, seen = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout, set[str]()
     for part in re.split(r"^(?:@@ .* @@.*|diff --git .*|commit [0-9a-f]{40})\n", log, flags=re.MULTILINE):
         lines = [line for line in part.splitlines(keepends=True) if line[:1] in (" ", "-", "+")]
         before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
-        if before == after or len(before) not in PIECE:
+        if before == after or len(before) not in PIECE or before in seen:
             continue
+        seen.add(before)
         prompt, answer = (tokenizer.encode(text).ids for text in (before, after))
         if len(prompt) in PROMPT_TOKENS and len(answer) >= ANSWER_TOKENS:
             yield before, prompt, answer[:ANSWER_TOKENS]
@@ -82,14 +87,23 @@ async def rate(client: httpx2.AsyncClient, batch: Sequence[Edit], **parameters: 
 async def one_round(
     own: httpx2.AsyncClient, told: httpx2.AsyncClient, batch: Sequence[Edit], fixed: Sequence[int], number: Path
 ) -> dict[str, float]:
-    """The rate of each kind."""
-    rates: dict[str, float] = {}
-    for name, parameters in random.sample([("plain", {"speculate": 0}), ("auto", {})], 2):
-        rates[name] = await rate(own, batch, **parameters)
+    """The rate of each kind. The first two are asked for twice, in this order and back: a machine's speed drifts."""
+    order = random.sample([("plain", {"speculate": 0}), ("auto", {})], 2)
+    found: dict[str, list[float]] = {name: [] for name, _ in order}
+    for name, parameters in order + order[::-1]:
+        found[name].append(await rate(own, batch, **parameters))
+    rates = {name: statistics.harmonic_mean(own) for name, own in found.items()}
     for num in fixed:
         number.write_text(str(num))
         rates[str(num)] = await rate(told, batch)
     return rates
+
+
+def interval(ratios: Sequence[float]) -> list[float]:
+    """Their geometric mean, and between what numbers it is with 95 % certainty (bootstrap)."""
+    chance, logs = random.Random(1), [math.log(ratio) for ratio in ratios]
+    means = sorted(statistics.mean(chance.choices(logs, k=len(logs))) for _ in range(2000))
+    return [round(math.exp(mean), 3) for mean in (statistics.mean(logs), means[50], means[-51])]
 
 
 async def measure(args: argparse.Namespace, found: Sequence[Edit], urls: Sequence[str], number: Path) -> dict[str, Any]:
@@ -97,7 +111,7 @@ async def measure(args: argparse.Namespace, found: Sequence[Edit], urls: Sequenc
     chance, rounds = random.Random(args.seed), list[dict[str, float]]()
     async with (
         httpx2.AsyncClient(timeout=900, base_url=urls[0]) as own,
-        httpx2.AsyncClient(timeout=900, base_url=urls[1]) as told,
+        httpx2.AsyncClient(timeout=900, base_url=urls[-1]) as told,
     ):
         warm = chance.sample(found, args.batch)
         for client in (own, told):
@@ -111,7 +125,7 @@ async def measure(args: argparse.Namespace, found: Sequence[Edit], urls: Sequenc
     return {
         "batch": args.batch,
         "tokens/s": {kind: round(value, 2) for kind, value in medians.items()},
-        "auto / plain": round(statistics.median(rates["auto"] / rates["plain"] for rates in rounds), 3),
+        "auto / plain": interval([rates["auto"] / rates["plain"] for rates in rounds]),
         "auto / the best fixed": round(medians["auto"] / best, 3),
     }
 
@@ -131,7 +145,8 @@ def main() -> int:
         if not (folder / "tokenizer.json").exists():
             folder.mkdir(exist_ok=True)
             write_model("bloom-560m", folder)
-        found = list(edits(Tokenizer.from_file(str(folder / "tokenizer.json"))))
+        commits = MORE_COMMITS if args.random else COMMITS
+        found = list(edits(Tokenizer.from_file(str(folder / "tokenizer.json")), commits))
         if args.random:
             chance = random.Random(args.seed)
             found = [(text, prompt, chance.choices(RANDOM_IDS, k=ANSWER_TOKENS)) for text, prompt, _ in found]
@@ -141,11 +156,12 @@ def main() -> int:
         env = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults'}:{ROOT}", "LOCKSTEP_TEST_ANSWERS": str(answers)}
         own = ("--model-id", str(folder), "--random-weights", "--dtype", "bfloat16", "--max-total-tokens", "512")
         guessing = ("--speculate", "8", "--speculative-method", "ngram")
-        with (
-            Server(*own, *guessing, *flags, env=env) as free,
-            Server(*own, *guessing, *flags, env=env | {"LOCKSTEP_TEST_GUESSES": str(number)}) as told,
-        ):
-            result = asyncio.run(measure(args, found, (free.url, told.url), number))
+        with ExitStack() as stack:
+            urls = [stack.enter_context(Server(*own, *guessing, *flags, env=env)).url]
+            if args.fixed:
+                env["LOCKSTEP_TEST_GUESSES"] = str(number)
+                urls.append(stack.enter_context(Server(*own, *guessing, *flags, env=env)).url)
+            result = asyncio.run(measure(args, found, urls, number))
     print(json.dumps(result))
     return int(result["auto / the best fixed"] < 0.9)
 
