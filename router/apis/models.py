@@ -100,7 +100,7 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
         allowed = caller_of(request, services).adapters
         if not adapters.is_on or adapters.serves_base(allowed):
             yield adapters.base
-        yield from adapters.names(allowed)
+        yield from adapters.served(services.shelf, allowed)
 
     async def models(request: Request) -> Response:
         return _json(listing.page(list(names_for(request)), is_anthropic=VERSION in request.headers))

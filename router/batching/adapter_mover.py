@@ -212,6 +212,10 @@ class AdapterMover:
         del self._losses[adapter.key]
         return found
 
+    def refuses(self, adapter: Adapter) -> bool:
+        """Whether it is known that it can never be served."""
+        return (adapter.key, adapter.folder) in self._refused
+
     def _noted(self, adapter: Adapter, found: Prepared) -> Prepared:
         """What can never be served is neither read nor logged for every request that names it."""
         logger.warning("adapter %s in %s cannot be served: %s", adapter.name, adapter.folder, found.problem)

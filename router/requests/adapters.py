@@ -53,6 +53,9 @@ class Shelf(Protocol):
     async def prepare(self, adapter: Adapter) -> str:
         """Have one read; returns why it cannot be served, or nothing. Raises RouterError."""
 
+    def refuses(self, adapter: Adapter) -> bool:
+        """Whether it is known that it can never be served."""
+
     def discard(self, key: bytes) -> None:
         """No request will name one any more."""
 
@@ -63,6 +66,10 @@ class NoShelf:
     async def prepare(self, adapter: Adapter) -> str:
         """Nothing is known against it."""
         return ""
+
+    def refuses(self, adapter: Adapter) -> bool:
+        """Nothing is known against it."""
+        return False
 
     def discard(self, key: bytes) -> None:
         """It is nowhere."""
@@ -118,6 +125,13 @@ class Adapters:
         """Those that are known, of those that a key may use."""
         every = (name for names in (self._named, self._found) for name in names)
         return (name for name in every if allowed is None or name in allowed)
+
+    def served(self, shelf: Shelf, allowed: Allowed = None) -> Iterator[str]:
+        """Those of these names that no shard has refused."""
+        for name in self.names(allowed):
+            content = (self._named.get(name) or self._found[name]).content
+            if content is None or not shelf.refuses(_adapter_of(name, content)):
+                yield name
 
     def serves_base(self, allowed: Allowed = None) -> bool:
         """Whether a key may use the model without an adapter."""

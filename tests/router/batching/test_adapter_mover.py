@@ -154,6 +154,7 @@ async def test_what_can_never_be_served_is_read_once_and_what_may_pass_again(
                 await at_work.adapters.prepare(adapter_of(0))
         else:
             assert "it is damaged" == await at_work.adapters.prepare(adapter_of(0))
+        assert at_work.adapters.refuses(adapter_of(0)) is not may_pass and not at_work.adapters.refuses(adapter_of(1))
     assert reads + may_pass == folders.count("/0") == sum("cannot be served" in line for line in caplog.messages)
     assert is_settled(at_work)
 

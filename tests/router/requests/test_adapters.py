@@ -65,11 +65,15 @@ class Shards:
     def __init__(self, problem: str = "") -> None:
         self.prepared: list[Adapter] = []
         self.discarded: list[bytes] = []
+        self.refused: set[str] = set()
         self._problem = problem
 
     async def prepare(self, adapter: Adapter) -> str:
         self.prepared.append(adapter)
         return self._problem
+
+    def refuses(self, adapter: Adapter) -> bool:
+        return adapter.name in self.refused
 
     def discard(self, key: bytes) -> None:
         self.discarded.append(key)
@@ -397,6 +401,16 @@ async def test_what_shards_refuse_is_told_without_the_folder(home: Path) -> None
     found, problem = of_folder(home), f"tensor a in {home}/alice/adapter_model.safetensors has NaN"
     with pytest.raises(ValidationError, match=r"cannot be served: tensor a in adapter_model\.safetensors has NaN"):
         await found.load("mine", "alice", Shards(problem), in_place=False)
+
+
+async def test_what_shards_refuse_is_not_shown(home: Path) -> None:
+    adapter_folder(home / "bob", "b")
+    found, shards = of_folder(home), Shards()
+    shards.refused.add("bob")
+    for name in ("alice", "bob"):
+        await found.find(name)
+    assert ["alice"] == list(found.served(shards)) == list(found.served(shards, {"alice", "bob"}))
+    assert ["alice", "bob"] == list(found.names())
 
 
 async def test_what_shards_refuse_is_not_loaded(home: Path) -> None:
