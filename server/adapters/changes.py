@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from server.adapters.config import MERGE_BY_PEFT, AdapterError
+from server.adapters.config import MERGE_BY_PEFT, AdapterError, OnlyMerged
 from server.adapters.files import BAD_FILE, AdapterFiles, Module, runs
 from server.adapters.names import experts_of, plain_name
 from server.backends.protocol import EmbeddingChange, LinearChange, LowRank, NormChange
@@ -31,8 +31,6 @@ from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Piece
 
 CHUNK = 4096  # rows of a table that are looked at together
-MERGE = "merge it with `lockstep merge` and serve the merged model"
-
 SHARED = "shared"  # the table of an encoder-decoder: transformers' stacks read it past whatever is put around it
 HALVES = {"expert_gate": 0, "expert_up": 1}  # of the rows of a parameter of both, by role
 # What transformers calls the parameter of all experts, by role, the one first that a module has last. Experts that have
@@ -244,7 +242,7 @@ class Changes:
             length = torch.linalg.vector_norm(weight.addmm(up.float(), own.down.float(), alpha=own.scale), dim=1)
             gain = _rows(own.magnitude, rows).float() / length
             if not gain.isfinite().all():
-                raise AdapterError(f"a row of {piece.names[0]} is zeros, to which DoRA gives no length: {MERGE}")
+                raise OnlyMerged(f"a row of {piece.names[0]} is zeros, to which DoRA gives no length")
             found.multiply(piece.first, gain)
             up = up.float() * gain.unsqueeze(1)
         if len(up):
@@ -320,8 +318,8 @@ class Changes:
         outputs = self._files.shape_of(name)[0]
         if not is_vocabulary or outputs <= piece.size[0]:
             return outputs if is_vocabulary else piece.size[0]
-        raise AdapterError(
-            f"{self._files.told(name)} is of {outputs} tokens, and the model is served with {piece.size[0]}: {MERGE}"
+        raise OnlyMerged(
+            f"{self._files.told(name)} is of {outputs} tokens, and the model is served with {piece.size[0]}"
         )
 
     def embedding(self, piece: Piece, *, is_resized: bool = False) -> EmbeddingChange | None:
@@ -372,9 +370,7 @@ class Changes:
                 square += rows.addmm_(down[:, first:last].t().float(), up, alpha=scale).square_().sum(dim=0)
             gain = self._take(parts["magnitude"], (piece.size[1],)).float() / square.sqrt()
             if not gain.isfinite().all():
-                raise AdapterError(
-                    f"a feature of {module.name} is 0 everywhere, to which DoRA gives no length: {MERGE}"
-                )
+                raise OnlyMerged(f"a feature of {module.name} is 0 everywhere, to which DoRA gives no length")
             up = up * gain
             if replaced.rows is not None:
                 replaced = replace(replaced, rows=(replaced.rows.float() * gain).to(self._dtype))
@@ -419,7 +415,7 @@ class Changes:
         if "weight" in module.parts:
             own, base = self._take(module.parts["weight"], (size,)).float() + offset, weight.float()
             if ((base == 0) & (own != 0)).any():
-                raise AdapterError(f"{self._files.told(module.parts['weight'])} is not 0 where the model's is: {MERGE}")
+                raise OnlyMerged(f"{self._files.told(module.parts['weight'])} is not 0 where the model's is")
             gain = torch.where(base == own, 1, own / base)
         before = torch.zeros(size) if bias is None else bias.float()
         after = self._take(module.parts["bias"], (size,)).float() if "bias" in module.parts else before
@@ -448,10 +444,10 @@ class Changes:
         ]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise AdapterError(
-                f"{self._files.told(left[0])} is of no layer that adapters can change in this model"
-                + (f", nor {'are' if left[2:] else 'is'} {', '.join(left[1:3])}{more}" if left[1:] else "")
-                + f": if it is an adapter of this model, {MERGE}"
+            others = f", nor {'are' if left[2:] else 'is'} {', '.join(left[1:3])}{more}" if left[1:] else ""
+            raise OnlyMerged(
+                f"{self._files.told(left[0])} is of no layer that adapters can change in this model{others}",
+                unless="if it is an adapter of this model",
             )
 
     def _refuse_missing(self) -> None:
@@ -481,14 +477,14 @@ class Changes:
         if other := next((name for part, name in module.parts.items() if part not in known), None):
             raise AdapterError(f"{self._files.told(other)} is for another kind of layer than {module.name} is here")
         if "tokens" in module.parts and module.parts.keys() & {"down", "table_down"}:
-            raise AdapterError(
+            raise OnlyMerged(
                 f"{self._files.told(module.parts['tokens'])} is of a layer that is changed in another way too, which "
-                f"peft does not do: {MERGE}"
+                "peft does not do"
             )
 
     def _refuse_more_tokens(self, name: str, num_tokens: int, piece: Piece) -> None:
-        raise AdapterError(
-            f"{self._files.told(name)} is of {num_tokens} tokens, and the model is served with {piece.size[0]}: {MERGE}"
+        raise OnlyMerged(
+            f"{self._files.told(name)} is of {num_tokens} tokens, and the model is served with {piece.size[0]}"
         )
 
 

@@ -32,6 +32,7 @@ MOST_PATTERNS = 100_000
 MOST_SAVED = 1000  # names of modules, each compared with all layers
 # Of an expression that stands for names of one length, whose dots may be any letter where no backslash is before them.
 PLAIN = re.compile(r"(?:\w|\\?\.)+", re.ASCII)
+MERGE = "merge it with `lockstep merge` and serve the merged model"
 MERGE_BY_PEFT = "merge it with peft (`merge_and_unload`) and serve the merged model"
 REFUSED = {
     "alora_invocation_tokens": ("changes a part of each prompt alone", "train it without"),
@@ -61,6 +62,20 @@ WITHOUT_MEANING = {
 
 class AdapterError(ValueError):
     """Why an adapter cannot be served, in one sentence with its remedy."""
+
+
+class OnlyMerged(AdapterError):
+    """It cannot be added to the model while this runs; maybe it can be merged into it. unless: what it may be else."""
+
+    def __init__(self, problem: str, unless: str | None = None) -> None:
+        self._problem = problem if unless is None else f"{problem}: {unless}"
+        self._joint = ": " if unless is None else ", "
+        super().__init__(f"{self._problem}{self._joint}{MERGE}")
+
+    @property
+    def by_peft(self) -> str:
+        """The same with the remedy of who could not merge it with `lockstep merge` either."""
+        return f"{self._problem}{self._joint}{MERGE_BY_PEFT}"
 
 
 class AdapterUnreadable(AdapterError):

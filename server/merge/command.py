@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from server.adapters.changes import MERGE
-from server.adapters.config import MERGE_BY_PEFT
+from server.adapters.config import OnlyMerged
 from server.adapters.files import AdapterFiles
 from server.arch import families
 from server.checkpoint import formats
@@ -34,8 +33,10 @@ def main(path: str) -> int:
     job = Job.from_json(Path(path).read_text())
     try:
         num_bytes = run(job)
+    except OnlyMerged as error:
+        problem = error.by_peft
     except ValueError as error:
-        problem = str(error).replace(MERGE, MERGE_BY_PEFT)  # what a server refuses may be merged, but this cannot
+        problem = str(error)
     except (OSError, SafetensorError) as error:
         problem = failure(error, job.output)
     else:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.server.adapters import made
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import GREEDY, Drafter, Prompt, generate, load_engine, place_adapters, sampled
 from tests.server.model.test_pipeline import pipeline
+from tests.server.quantisation import quantised
 from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 
@@ -32,6 +34,14 @@ CASES = (
 )
 MIXTURES = ("mixtral", "qwen3_moe", "granitemoe")
 WAYS = ("reference", "kernels")
+PUBLISHED = {
+    "gptq": quantised.gptq(4, 32),
+    "gptq-3-disordered": quantised.gptq(3, 32, is_ordered=False),
+    "awq": quantised.awq(32),
+    "packed": quantised.compressed_packed(4, 32, is_symmetric=False),
+    "nf4": quantised.bitsandbytes("nf4", is_nested=True),
+    "mxfp4": quantised.mxfp4(),
+}
 OF_RANKS = {
     2: ("bloom", "gpt2", "llama-biased-tied", "falcon-40b", "t5-gated", "opt-350m"),
     4: ("bloom", "chatglm3", "qwen3_5", "phi3", "granitemoehybrid-dense"),
@@ -125,13 +135,29 @@ def test_guesses_change_nothing(checkpoints: Checkpoints, kernels: Kernels, tmp_
 
 
 @pytest.mark.parametrize("quantise", ["eetq", "int4"])
-def test_quantised_layers_are_changed_as_their_dequantised_weights_are(
+def test_layers_that_are_quantised_while_loading_are_changed_as_their_dequantised_weights_are(
     checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path, quantise: str
 ) -> None:
     folder = checkpoints("llama")[0]
-    dense, merged = made.dequantised(folder, quantise, tmp_path), tmp_path / "merged"
+    dense = made.dequantised(folder, quantise, tmp_path)
+    check_over_quantised(folder, dense, kernels, tmp_path, quantise=quantise, quantise_head="none")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", PUBLISHED, ids=list(PUBLISHED))
+def test_layers_of_quantised_checkpoints_are_changed_as_their_dequantised_weights_are(
+    checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path, how: str, way: str
+) -> None:
+    quantised.quantise(checkpoints("llama")[0], tmp_path, PUBLISHED[how])
+    chosen = kernels if way == "kernels" else None
+    check_over_quantised(tmp_path / "quantised", tmp_path / "dense", chosen, tmp_path)
+
+
+def check_over_quantised(folder: Path, dense: Path, kernels: Kernels | None, tmp_path: Path, **settings: Any) -> None:
+    """With an adapter the model in `folder` gives the tokens of `dense` with that merged into it."""
+    merged = tmp_path / "merged"
     made.make(dense, tmp_path / "adapter", merged)
-    engine = load_engine(folder, kernels=kernels, quantise=quantise, quantise_head="none", adapters=1)
+    engine = load_engine(folder, kernels=kernels, adapters=1, **settings)
     place_adapters(engine, [tmp_path / "adapter"])
     mine = generate(engine, [replace(prompt, adapter=1) for prompt in prompts()])
     expected = generate(load_engine(merged, kernels=kernels), prompts())
