@@ -297,7 +297,7 @@ def test_adapters_are_looked_at(tmp_path: Path) -> None:
     assert ["--lora-adapters: tgi is the model's own name: write NAME=ID with another one"] == named
     few = [*argv, "--adapter-memory", "0.001"]
     weights.write_bytes(contents("a", 3_000_000))
-    assert "the adapter alice has 0.00 GB, and adapter_memory has room for what" in check(few).problems[0]
+    assert "the adapter alice has 3.0 MB, and adapter_memory has room for what" in check(few).problems[0]
     assert [] == check([*few, "--num-shard", "2"]).problems == check([*few, "--pipeline-parallel", "2"]).problems
     (folder / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     assert "is of an adapter of type 'IA3': only LORA is served" in check(argv).problems[0]
