@@ -28,6 +28,8 @@ ALLOWED = {
     ("server.stepping.sequences", "self.sequences[new.id] = …"): "a dict",
     ("server.stepping.logit_rules", "tokens[forbidden[forbidden < size]] = …"): "of the host, as the request came",
     ("server.stepping.graphs", "self._graphs[size, form, adapts] = …"): "a dict",
+    ("server.stepping.graphs", "self._graphs[size] = …"): "a dict",
+    ("server.stepping.graphs", "self._seen[size] = …"): "a dict",
     ("server.stepping.engine", "part.token_ids.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "part.logprobs.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "candidates.tolist()"): "of the host, in `finish`",

@@ -56,10 +56,11 @@ class Passes:
                 has_encoder=False,
                 carried=carried,
             )
-            if around.capture.computes:  # elsewhere graphs of every size would have to be there beforehand
+            if around.captures_exactly:
                 self._mixed = MixedGraphs(
                     *(around.capture, run, around.device, self.tables),
                     most=around.most,
+                    is_exact=True,
                     gives_hidden=True,
                     carried=carried,
                 )

@@ -41,7 +41,7 @@ from server.stepping.cache import (
 )
 from server.stepping.checkpoints import Checkpoints, RingCopies
 from server.stepping.decoding import Decoding
-from server.stepping.graphs import AgreedCapture, DecodeGraphs, Form, MixedGraphs
+from server.stepping.graphs import EXACT_BYTES, AgreedCapture, DecodeGraphs, Form, MixedGraphs
 from server.stepping.next_tokens import KnownLogprobs, Reported, TokenChooser, counted, reported_tokens
 from server.stepping.pipeline import Neighbours, NoNeighbours
 from server.stepping.proposals import Came, Proposal, Proposer, Surroundings
@@ -142,7 +142,10 @@ class Engine:
             self._graphs = self._make_graphs(capture, tables, most=sequences or LEAST_SEQUENCES)
         if self.proposer is not None:
             chooser, most = TokenChooser(self._watermark, self.device, self._vocabulary), sequences or LEAST_SEQUENCES
-            self.proposer.open(Surroundings(tables, beside, self.device, chooser, self._vocabulary, capture, most))
+            is_exact = self._captures_exactly(capture)
+            self.proposer.open(
+                Surroundings(tables, beside, self.device, chooser, self._vocabulary, capture, most, is_exact)
+            )
             if self._graphs is not None:
                 self._graphs = replace(self._graphs, beside=self.proposer.captures())
 
@@ -156,6 +159,10 @@ class Engine:
         if not capture.computes:
             capture = self._agreed = AgreedCapture(capture, self.shard, self.device.torch_device)
         return capture
+
+    def _captures_exactly(self, capture: GraphCapture | None) -> bool:
+        """Whether steps with few prompt tokens or with drafts are captured as they come."""
+        return capture is not None and capture.computes and self.model.nbytes <= EXACT_BYTES
 
     def _make_graphs(self, capture: GraphCapture, tables: Tables, most: int) -> Graphs:
         """For batches of at most `most` sequences."""
@@ -175,7 +182,12 @@ class Engine:
             decodes,
             None
             if not is_plain
-            else MixedGraphs(capture, self._hidden, self.device, tables, most=most, gives_hidden=self._reads_features),
+            else MixedGraphs(
+                *(capture, self._hidden, self.device, tables),
+                most=most,
+                is_exact=self._captures_exactly(capture),
+                gives_hidden=self._reads_features,
+            ),
         )
 
     def release(self) -> None:

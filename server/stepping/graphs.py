@@ -19,7 +19,7 @@ the start-up table says which rank failed, and why.
 Drafts stand where prompts do, as long as there is room for the tokens that they yield.
 
 On CPUs, where a capture is one more run of the step and nothing is filled up, no sizes are known beforehand. A decode
-step is captured when its size first comes, a mixed one of few tokens when its size comes again.
+step is captured when its size first comes; in small models, a mixed one of few tokens when its size comes again.
 
 Left out: prompts with many tokens, whose computation outlasts its launching; prompts whose log-probabilities are asked
 for; mixed steps of encoder-decoders, and with adapters; models that cannot be captured, which the backend names
@@ -53,10 +53,13 @@ log = logging.getLogger(__name__)
 DECODES = (8, 32, 64, 128, 256)
 # Prompts in a captured step, and one place more, whose tokens are those that fill up.
 PROMPTS = 8
-# Where steps are captured as they come and nothing is filled up, on CPUs: most tokens of a step beside its decodes, so
-# few that launching a small model takes as long as computing, and how many sizes are remembered.
-MOST_EXACT = 64
-MOST_KEPT = 128
+# Where steps are captured as they come and nothing is filled up, on CPUs: bytes of weights of a model whose launching
+# takes as long as its computing, most tokens of a step, sizes that are remembered, and graphs that are kept. A graph
+# keeps what stock operators make, up to 60 kB for each token and layer of a model of middle size.
+EXACT_BYTES = 256_000_000
+MOST_EXACT = 24
+MOST_SEEN = 1024
+MOST_KEPT = 24
 
 
 class Form(Enum):
@@ -222,7 +225,8 @@ class Size(NamedTuple):
 class MixedGraphs:
     """The captured mixed steps over some tables, for no more decodes than are captured alone. most: sequences at once.
 
-    gives_hidden: whether the hidden states of all tokens are wanted too. carried: [0, D] of the kind of what a step
+    is_exact: whether steps are captured as they come. gives_hidden: whether the hidden states of all tokens are wanted
+    too. carried: [0, D] of the kind of what a step
     goes on from beside its tokens; None: from nothing.
     """
 
@@ -234,9 +238,11 @@ class MixedGraphs:
         tables: Tables,
         *,
         most: int,
+        is_exact: bool = False,
         gives_hidden: bool = False,
         carried: Tensor | None = None,
     ):
+        self._is_exact = is_exact
         self._gives_hidden = gives_hidden
         self._carried = carried
         self._capture = capture
@@ -250,8 +256,9 @@ class MixedGraphs:
             for decode, tokens in product(reversed(decodes), reversed(capture.prompt_tokens))
         ]
         self._decodes, self._tokens = decodes, capture.prompt_tokens  # both ascending
-        # None: a size that came once. Those that are not known beforehand go again, the longest unused first.
-        self._graphs: OrderedDict[Size, MixedGraph | None] = OrderedDict((size, self._blank(size)) for size in sizes)
+        # Those that are not known beforehand go again, the longest unused first, as do sizes that came once.
+        self._graphs = OrderedDict((size, self._blank(size)) for size in sizes)
+        self._seen: OrderedDict[Size, None] = OrderedDict()
 
     @property
     def has_sizes(self) -> bool:
@@ -261,7 +268,7 @@ class MixedGraphs:
     def find(self, spans: Spans) -> MixedGraph | None:
         """The graph of such a step; None: it is computed without."""
         if not self.has_sizes:
-            return self._found(spans) if self._capture.computes else None
+            return self._found(spans) if self._is_exact else None
         decodes, tokens = _decodes_for(spans), len(spans.token_ids)
         if not 0 < len(spans.others) <= PROMPTS or decodes > self._decodes[-1] or tokens > self._tokens[-1]:
             return None
@@ -272,25 +279,27 @@ class MixedGraphs:
     def _found(self, spans: Spans) -> MixedGraph | None:
         """The graph of exactly such a step, if one came before: most never come again."""
         decodes, tokens = len(spans.decodes), len(spans.token_ids)
-        if not 0 < tokens <= MOST_EXACT:
+        if not tokens or decodes + tokens > MOST_EXACT:
             return None
         size = Size(decodes, len(spans.others), tokens, decodes + sum(spans.sampled))
-        if size not in self._graphs:
-            self._graphs[size] = None
+        if size in self._graphs:
+            self._graphs.move_to_end(size)
+        elif size in self._seen:
+            self._graphs[size] = self._blank(size)
             if len(self._graphs) > MOST_KEPT:
                 self._graphs.popitem(last=False)
-            return None
-        self._graphs.move_to_end(size)
-        if (graph := self._graphs[size]) is None:
-            graph = self._graphs[size] = self._blank(size)
-        return graph
+        else:
+            self._seen[size] = None
+            if len(self._seen) > MOST_SEEN:
+                self._seen.popitem(last=False)
+        return self._graphs.get(size)
 
     def _blank(self, size: Size) -> MixedGraph:
         return MixedGraph(size, self._device, self._carried)
 
     def captures(self) -> list[Callable[[], None]]:
         """Capture one graph each, the largest first: what it has taken suffices for the others."""
-        return [partial(self._prepare, graph) for graph in self._graphs.values() if graph is not None]
+        return [partial(self._prepare, graph) for graph in self._graphs.values()] if self.has_sizes else []
 
     @property
     def largest(self) -> tuple[int, int]:
@@ -317,8 +326,17 @@ class MixedGraphs:
         return chosen_from, torch.cat([hidden[:decodes], hidden[first : first + tokens]])
 
     def _prepare(self, graph: MixedGraph) -> None:
-        if graph.replay is None:
-            graph.replay = self._capture(self._step(graph))
+        if graph.replay is not None:
+            return
+        step = self._step(graph)
+        try:
+            graph.replay = self._capture(step)
+        except CaptureFailed as error:
+            if not self._is_exact:
+                raise
+            # Nobody depends on it, and what was computed of the step is computed again.
+            log.warning("steps with prompts or drafts are computed without graphs: %s", error)
+            self._is_exact, graph.replay = False, step
 
     def _step(self, graph: MixedGraph) -> Computation:
         layout = replace(graph.blank, blocks=self._tables.width)

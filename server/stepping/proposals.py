@@ -49,6 +49,7 @@ class Surroundings:
     vocabulary: Vocabulary  # of the model
     capture: GraphCapture | None  # None: nothing is captured
     most: int  # sequences at once
+    captures_exactly: bool = False  # whether passes over few known tokens are captured as they come
 
 
 class Proposer(Protocol):

@@ -27,14 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.backends.cpu.kernels import Function, KernelCall, Kernels
 from server.backends.cpu.memory import ALIGNMENT, SLAB_BYTES
-from server.backends.device import map_pages
+from server.backends.device import CaptureFailed, map_pages
 from server.backends.protocol import Computation
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
 BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-class CaptureError(RuntimeError):
+class CaptureError(CaptureFailed):
     """A computation does what cannot be replayed, though its backend said nothing of it."""
 
 
