@@ -55,7 +55,7 @@ DECODES = (8, 32, 64, 128, 256)
 PROMPTS = 8
 # Where steps are captured as they come and nothing is filled up, on CPUs: bytes of weights of a model whose launching
 # takes as long as its computing, most tokens of a step, sizes that are remembered, and graphs that are kept. A graph
-# keeps what stock operators make, up to 60 kB for each token and layer of a model of middle size.
+# keeps what stock operators make, up to 100 kB for each token and layer of a model of middle size.
 EXACT_BYTES = 256_000_000
 MOST_EXACT = 24
 MOST_SEEN = 1024
@@ -225,9 +225,9 @@ class Size(NamedTuple):
 class MixedGraphs:
     """The captured mixed steps over some tables, for no more decodes than are captured alone. most: sequences at once.
 
-    is_exact: whether steps are captured as they come. gives_hidden: whether the hidden states of all tokens are wanted
-    too. carried: [0, D] of the kind of what a step
-    goes on from beside its tokens; None: from nothing.
+    is_exact: whether steps are captured as they come, of a capture that computes. gives_hidden: whether the hidden
+    states of all tokens are wanted too. carried: [0, D] of the kind of what a step goes on from beside its tokens;
+    None: from nothing.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class MixedGraphs:
         except CaptureFailed as error:
             if not self._is_exact:
                 raise
-            # Nobody depends on it, and what was computed of the step is computed again.
+            # There is one rank, so no other waits. What the failed capture computed of the step is computed again.
             log.warning("steps with prompts or drafts are computed without graphs: %s", error)
             self._is_exact, graph.replay = False, step
 
