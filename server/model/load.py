@@ -239,8 +239,12 @@ class StackLoader:
             shard=self.weights.shard,
             wiring=wiring,
             per_layer=self._per_layer_block(index - self.spec.num_layers),
-            scale=self.weights.bare("layer_scale", 1).view(()) if self.spec.layer_scale else None,
+            scale=self._layer_scale(),
         )
+
+    def _layer_scale(self) -> Tensor | None:
+        weights = self.weights
+        return weights.bare("layer_scale", 1).view(()).to(weights.dtype) if self.spec.layer_scale else None
 
     def _per_layer_block(self, place: int) -> PerLayerBlock | None:
         kind, hidden = self.spec.per_layer_inputs, self.spec.hidden_size

@@ -22,11 +22,11 @@ from server.backends.cpu.adapters import PanelAdapted, PanelAdaptedExperts, Stac
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.graph import CpuGraphCapture, Pool
+from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels, Library
 from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.logits import KernelLogits
-from server.backends.cpu.memory import Arena
+from server.backends.cpu.memory import Arena, Pool
 from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
 from server.backends.cpu.recurrence import KernelDelta, KernelMamba, KernelShortConv, can_compute
 from server.backends.cpu.routing import KernelRouting

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.cpu.graph import Pool
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import LINE, PANEL_ROWS, Changes, ExpertChanges, KernelExperts, PanelFormat, address_of
+from server.backends.cpu.memory import Pool
 from server.backends.protocol import AdaptedLinear, ExpertsChange, LinearChange, LowRank, TokenAdapters
 from server.backends.reference.linear import StackedLinear
 

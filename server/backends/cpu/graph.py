@@ -14,10 +14,7 @@ cannot be seen. Threads, addresses and shapes are those of the first run.
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import Any
 
 import torch
@@ -25,9 +22,10 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from server.backends.cpu.elementwise import Elementwise
 from server.backends.cpu.kernels import Function, KernelCall, Kernels
-from server.backends.cpu.memory import ALIGNMENT, SLAB_BYTES
-from server.backends.device import CaptureFailed, map_pages
+from server.backends.cpu.memory import Pool
+from server.backends.device import CaptureFailed
 from server.backends.protocol import Computation
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
@@ -36,59 +34,6 @@ BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 class CaptureError(CaptureFailed):
     """A computation does what cannot be replayed, though its backend said nothing of it."""
-
-
-class Pool:
-    """Memory for tensors, of graphs say: first fit; given back when the last view of one is gone, on any thread."""
-
-    def __init__(self) -> None:
-        self._slabs: list[Tensor] = []
-        self._free: list[tuple[int, int]] = []  # addresses and lengths, in order
-        self._returned: deque[tuple[int, int]] = deque()  # what is not among these yet
-        self._lock = Lock()
-
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor, not initialised."""
-        num_bytes = shape.numel() * dtype.itemsize
-        if not num_bytes:
-            return torch.empty(shape, dtype=dtype)
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        address = self._take(size)
-        piece = (ctypes.c_char * num_bytes).from_address(address)
-        weakref.finalize(piece, self._give_back, address, size).atexit = False
-        return torch.frombuffer(piece, dtype=dtype).view(shape)
-
-    def _take(self, size: int) -> int:
-        with self._lock:
-            self._join_returned()
-            index = next((i for i, (_, length) in enumerate(self._free) if length >= size), None)
-            if index is None:
-                self._slabs.append(map_pages(max(size, SLAB_BYTES)))
-                self._join(self._slabs[-1].data_ptr(), len(self._slabs[-1]))
-                index = next(i for i, (_, length) in enumerate(self._free) if length >= size)
-            address, length = self._free[index]
-            self._free[index : index + 1] = [(address + size, length - size)] if length > size else []
-            return address
-
-    def _give_back(self, address: int, size: int) -> None:
-        """Wherever the last view is dropped, be it within `_take`."""
-        self._returned.append((address, size))
-        if self._lock.acquire(blocking=False):
-            self._join_returned()
-            self._lock.release()
-
-    def _join_returned(self) -> None:
-        while self._returned:
-            self._join(*self._returned.popleft())
-
-    def _join(self, address: int, size: int) -> None:
-        joined: list[tuple[int, int]] = []
-        for piece in sorted([*self._free, (address, size)]):
-            if joined and sum(joined[-1]) == piece[0]:
-                joined[-1] = joined[-1][0], joined[-1][1] + piece[1]
-            else:
-                joined.append(piece)
-        self._free = joined
 
 
 def _unowned(tensor: Tensor) -> Tensor:
@@ -163,6 +108,7 @@ class CpuGraph(TorchDispatchMode):
         self._pool = pool
         self._steps: list[Callable[[], object]] = []
         self._calls: list[KernelCall] = []  # of kernels, since the last step
+        self._elementwise = Elementwise(kernels, pool)
         self._kept: list[object] = []  # what the steps point to
 
     @classmethod
@@ -199,11 +145,19 @@ class CpuGraph(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace != "aten" or _decides_by_values(func, args):
             raise CaptureError(f"{func} cannot be captured in a graph: start with --cuda-graphs 0, and report it")
+        if func._schema.is_mutable and not kwargs and (changed := self._elementwise.change(func, args)) is not None:
+            return changed
         result = func(*args, **kwargs)
         if func.overloadpacket in EMPTY:
             return self._pool.empty(result.shape, result.dtype)
-        if not _is_view(func, args, result):
-            self._add_operator(func, args, kwargs, result)
+        if _is_view(func, args, result):
+            return result
+        if func.overloadpacket is torch.ops.aten.arange:
+            self._kept.append(result)  # the same each time: nobody changes one in place
+            return result
+        if not kwargs and (repeated := self._elementwise.result(func, args, result)) is not None:
+            return repeated
+        self._add_operator(func, args, kwargs, result)
         return result
 
     def _add_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -21,6 +21,14 @@ Function = Callable[..., None]
 Functions = Mapping[torch.dtype, Function]
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# Elements that are read, and those that are written.
+ELEMENTWISE = {
+    "f32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "i64": (torch.int64, torch.int64),
+    "f32_to_bf16": (torch.float32, torch.bfloat16),
+    "bf16_to_f32": (torch.bfloat16, torch.float32),
+}
 # Kinds of numbers whose products `peak.cpp` counts.
 PEAKS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "int8", "int4": "int4"}
 # What the letters of a signature stand for.
@@ -100,7 +108,11 @@ class Kernels:
         self.sort_pairs = self._function("sort_pairs", "pliippp")
         self.gather_rows = self._by_dtype("gather_rows", "ppplli")
         self.weigh_rows = self._by_dtype("weigh_rows", "pppplili")
-        self.norm = self._by_dtype("norm", "ppppppli")
+        self.norm = self._by_dtype("norm", "pppppppli")
+        self.norm_heads = self._by_dtype("norm_heads", "pppllli")
+        self.elementwise = {
+            (a, out): self._function(f"elementwise_{name}", "pppp") for name, (a, out) in ELEMENTWISE.items()
+        }
         self.gate = self._by_dtype("gate", "ppllii")
         self.rotate = self._by_dtype("rotate", "plppllllii")
         self.write = self._by_dtype("write", "pplppllpliii")

@@ -158,7 +158,7 @@ class KernelNorm(Norm):
     """LayerNorm (`is_centred`) or RMSNorm over the last dimension, alone or behind a residual addition."""
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool):
-        self._norm = kernels.norm
+        self._norm, self._norm_heads = kernels.norm, kernels.norm_heads
         self._weight = weight.float().contiguous()
         self._bias = None if bias is None else bias.float().contiguous()
         self._parameters = _Norm(self._weight.data_ptr(), address_of(self._bias), len(weight), eps, is_centred)
@@ -169,11 +169,13 @@ class KernelNorm(Norm):
         x = x if x.is_contiguous() else x.contiguous()
         out = torch.empty_like(x)
         tokens = x.numel() // self._parameters.width
-        self._norm[x.dtype](self._at, x.data_ptr(), None, None, None, out.data_ptr(), tokens, _threads())
+        self._norm[x.dtype](self._at, x.data_ptr(), None, None, None, None, out.data_ptr(), tokens, _threads())
         return out
 
     def add(self, x: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
-        if len(summand.deltas) > 1 or len(summand.biases) > 1 or summand.norm is not None:
+        own = summand.norm
+        is_known = own is None or isinstance(own, KernelNorm)
+        if len(summand.deltas) > 1 or len(summand.biases) > 1 or not is_known:
             return super().add(x, summand)
         (delta,), bias = summand.deltas, next(iter(summand.biases), None)
         assert x.is_contiguous() and delta.is_contiguous()
@@ -181,6 +183,7 @@ class KernelNorm(Norm):
         self._norm[x.dtype](
             self._at,
             x.data_ptr(),
+            own._at if isinstance(own, KernelNorm) else None,
             delta.data_ptr(),
             address_of(bias),
             total.data_ptr(),
@@ -189,6 +192,16 @@ class KernelNorm(Norm):
             _threads(),
         )
         return total, out
+
+    def normalise_heads(self, key_norm: Norm, heads: Tensor, kv_heads: int) -> Tensor:
+        if not isinstance(key_norm, KernelNorm):
+            return super().normalise_heads(key_norm, heads, kv_heads)
+        heads = heads if heads.is_contiguous() else heads.contiguous()
+        tokens, count, _ = heads.shape
+        queries = count - 2 * kv_heads
+        normalise = self._norm_heads[heads.dtype]
+        normalise(self._at, key_norm._at, heads.data_ptr(), tokens, queries, kv_heads, _threads())
+        return heads
 
 
 def kernel_gate(kernels: Kernels, activation: Activation, gate_up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory of the host for weights: in pages of 2 MiB, and given back at once when it is freed.
+"""Memory of the host: for weights in pages of 2 MiB, and given back at once when it is freed; and for what steps make.
 
 A weight that streams from memory once per step touches a new page of 4 KiB every 100 nanoseconds; with large pages the
 same reads were up to 1.5 times as fast. Linux gives them to anonymous memory that asks (`madvise`), where transparent
@@ -12,8 +12,11 @@ weights. It may keep small pieces, such as a layer's scales and zeros, until the
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -39,6 +42,63 @@ class Arena:
             self._slab = map_pages(SLAB_BYTES)
         piece, self._slab = self._slab[:num_bytes], self._slab[rounded:]
         return alone(piece)
+
+
+class Pool:
+    """Memory for tensors, of graphs say: first fit; given back when the last view of one is gone, on any thread."""
+
+    def __init__(self) -> None:
+        self._slabs: list[Tensor] = []
+        self._free: list[tuple[int, int]] = []  # addresses and lengths, in order
+        self._returned: deque[tuple[int, int]] = deque()  # what is not among these yet
+        self._lock = Lock()
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, not initialised."""
+        num_bytes = shape.numel() * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        address = self._take(size)
+        piece = (ctypes.c_char * num_bytes).from_address(address)
+        weakref.finalize(piece, self._give_back, address, size).atexit = False
+        return torch.frombuffer(piece, dtype=dtype).view(shape)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether its memory is the pool's."""
+        return any(0 <= tensor.data_ptr() - slab.data_ptr() < len(slab) for slab in self._slabs)
+
+    def _take(self, size: int) -> int:
+        with self._lock:
+            self._join_returned()
+            index = next((i for i, (_, length) in enumerate(self._free) if length >= size), None)
+            if index is None:
+                self._slabs.append(map_pages(max(size, SLAB_BYTES)))
+                self._join(self._slabs[-1].data_ptr(), len(self._slabs[-1]))
+                index = next(i for i, (_, length) in enumerate(self._free) if length >= size)
+            address, length = self._free[index]
+            self._free[index : index + 1] = [(address + size, length - size)] if length > size else []
+            return address
+
+    def _give_back(self, address: int, size: int) -> None:
+        """Wherever the last view is dropped, be it within `_take`."""
+        self._returned.append((address, size))
+        if self._lock.acquire(blocking=False):
+            self._join_returned()
+            self._lock.release()
+
+    def _join_returned(self) -> None:
+        while self._returned:
+            self._join(*self._returned.popleft())
+
+    def _join(self, address: int, size: int) -> None:
+        joined: list[tuple[int, int]] = []
+        for piece in sorted([*self._free, (address, size)]):
+            if joined and sum(joined[-1]) == piece[0]:
+                joined[-1] = joined[-1][0], joined[-1][1] + piece[1]
+            else:
+                joined.append(piece)
+        self._free = joined
 
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)

@@ -44,30 +44,62 @@ INLINE void add(E* out, const E* x, const E* addend, const E* bias, long width) 
     });
 }
 
+// out = base + the norm of x, rounded once; base may be null, and out be x.
 template <class E>
-void normalise(const Norm& norm, const E* x, E* out) {
+void normalise(const Norm& norm, const E* x, const E* base, E* out) {
     const float mean = norm.is_centred ? mean_of(x, norm.width, [](Floats v) { return v; }) : 0.0f;
     const float variance = mean_of(x, norm.width, [&](Floats v) { return (v - mean) * (v - mean); });
     const float scale = 1.0f / __builtin_sqrtf(variance + norm.eps);
     each_vector(norm.width, [&](long i, long count) {
         Floats value = (load_part(x + i, count) - mean) * scale * load_part(norm.weight + i, count);
         if (norm.bias) value += load_part(norm.bias + i, count);
+        if (base) value += load_part(base + i, count);
         store_part(out + i, value, count);
     });
 }
 
-// out [T, D]: the norm of x [T, D]; or, where there is an addend [T, D], of x + addend + bias [D], which goes to sums
-// [T, D]. bias may be null.
+// sum = x + the norm of what waits to be added.
 template <class E>
-void norm(const Norm* how, const E* x, const E* addend, const E* bias, E* sums, E* out, long tokens, int threads) {
+void add_normed(const Norm& norm, const E* x, const E* addend, const E* bias, E* sum) {
+    if (bias) {
+        add<E>(sum, addend, bias, nullptr, norm.width);
+        addend = sum;
+    }
+    normalise(norm, addend, x, sum);
+}
+
+// out [T, D]: the norm of x [T, D]; or, where there is an addend [T, D], of x + addend + bias [D], which goes to sums
+// [T, D]. bias may be null, and so may be addend_norm, by which addend + bias is normalised first.
+template <class E>
+void norm(
+    const Norm* how, const E* x, const Norm* addend_norm, const E* addend, const E* bias, E* sums, E* out, long tokens,
+    int threads
+) {
     const long width = how->width;
     on_rows(threads, tokens, width, [&](long row) {
         const E* from = x + row * width;
         if (addend) {
-            add(sums + row * width, from, addend + row * width, bias, width);
-            from = sums + row * width;
+            E* const sum = sums + row * width;
+            if (addend_norm)
+                add_normed(*addend_norm, from, addend + row * width, bias, sum);
+            else
+                add(sum, from, addend + row * width, bias, width);
+            from = sum;
         }
-        normalise(*how, from, out + row * width);
+        normalise<E>(*how, from, nullptr, out + row * width);
+    });
+}
+
+// The queries and keys of heads [T, queries + 2 * kv_heads, H], each head alone, in place.
+template <class E>
+void norm_heads(
+    const Norm* of_queries, const Norm* of_keys, E* heads, long tokens, long queries, long kv_heads, int threads
+) {
+    const long width = of_queries->width, count = queries + 2 * kv_heads;
+    on_rows(threads, tokens, (queries + kv_heads) * width, [&](long token) {
+        E* head = heads + token * count * width;
+        for (long n = 0; n < queries + kv_heads; n++, head += width)
+            normalise<E>(n < queries ? *of_queries : *of_keys, head, nullptr, head);
     });
 }
 
@@ -137,6 +169,8 @@ void rotate(
 
 EXPORT(norm_f32, norm<float>)
 EXPORT(norm_bf16, norm<Bf16>)
+EXPORT(norm_heads_f32, norm_heads<float>)
+EXPORT(norm_heads_bf16, norm_heads<Bf16>)
 EXPORT(gate_f32, gate<float>)
 EXPORT(gate_bf16, gate<Bf16>)
 EXPORT(rotate_f32, rotate<float>)

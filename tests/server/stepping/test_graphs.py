@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from server.arch import families
 from server.backends import cpu
 from server.backends.cpu import Kernels
-from server.backends.cpu.graph import CaptureError, CpuGraph, CpuGraphCapture, Pool
+from server.backends.cpu.graph import CaptureError, CpuGraph, CpuGraphCapture
 from server.backends.cpu.layers import KernelNorm, PanelFormat
-from server.backends.cpu.memory import Arena
+from server.backends.cpu.memory import Arena, Pool
 from server.backends.protocol import Computation
 from server.pb import generate_pb2 as pb
 from server.stepping.batch import Tables
@@ -205,6 +206,36 @@ def test_what_is_called_a_view_is_repeated_where_it_copies(kernels: Kernels) -> 
         replay()
         x.copy_(torch.randn(3, 64))
         assert all(torch.equal(a, b) for a, b in zip(replay(), compute(), strict=True))
+
+
+# What torch does once in a step: where tokens stand, the rotations there, embeddings, and what is remembered.
+ONCE = {"index_select", "embedding", "maximum", "mul", "cos", "sin", "index_copy_", "detach_"} | {
+    *("__rshift__", "gather", "__and__", "add", "gt", "where"),  # slots
+    *("div", "tanh"),  # logits with a cap
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "qwen3", "qwen3_moe", "qwen3_5_moe", "gemma3_text", "gemma4", "gemma4-e", "glm4_moe_lite", "gpt_oss"],
+)
+def test_no_layer_has_operators_of_torch(
+    checkpoints: Checkpoints, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    names: list[str] = []
+    add = CpuGraph._add_operator
+
+    def note(graph: CpuGraph, func: Any, *rest: Any) -> None:
+        names.append(func.overloadpacket.__name__)
+        add(graph, func, *rest)
+
+    monkeypatch.setattr(CpuGraph, "_add_operator", note)
+    folder, _ = checkpoints(case)
+    engine = load_engine(folder, kernels=kernels, dtype=torch.bfloat16)
+    names.clear()
+    generate(engine, [Prompt(PROMPT, max_new_tokens=3), Prompt(PROMPT, max_new_tokens=3)])
+    kinds_of_rotations = 2 if case.startswith("gemma") else 1
+    assert set(names) <= ONCE and all(names.count(name) <= kinds_of_rotations * 2 for name in set(names))
 
 
 def norm_of(kernels: Kernels) -> KernelNorm:

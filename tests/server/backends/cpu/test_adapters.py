@@ -14,10 +14,10 @@ from server.arch.spec import Activation
 from server.backends.cpu import CpuBackend
 from server.backends.cpu.adapters import PanelAdapted
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.graph import CpuGraphCapture, Pool
+from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import KernelExperts, PanelFormat
-from server.backends.cpu.memory import Arena
+from server.backends.cpu.memory import Arena, Pool
 from server.backends.cpu.quantised import CodeFormat, LevelFormat
 from server.backends.protocol import ExpertsChange, LinearChange, LowRank, TokenAdapters
 from server.backends.reference import ReferenceBackend

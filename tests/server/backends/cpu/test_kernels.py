@@ -138,6 +138,37 @@ def test_norms_equal_torchs_alone_and_behind_a_sum(
     assert torch.equal(x + summand, norm.add(x, Summand((summand,)))[0])
 
 
+@pytest.mark.parametrize(("dtype", "width", "is_centred"), all_pairs(EACH, (64, 100, 7), (True, False)))
+def test_a_sum_that_is_normalised_before_it_is_added(
+    kernels: Kernels, dtype: torch.dtype, width: int, is_centred: bool, threads: int
+) -> None:
+    weights, bias = random(3, width, dtype=dtype), random(width, dtype=dtype, seed=1)
+    norms = [KernelNorm(kernels, weight, None, 1e-5, is_centred=is_centred) for weight in weights[:2]]
+    stock = [
+        LayerNorm(weight, torch.zeros_like(weight), 1e-5) if is_centred else RmsNorm(weight, 1e-5)
+        for weight in weights[:2].float()
+    ]
+    x, delta = random(2, 70, width, dtype=dtype, seed=2)
+    for biases in ((), (bias,)):
+        waiting = sum((part.float() for part in biases), start=delta.float())
+        total, normed = norms[0].add(x, Summand((delta,), biases, norms[1]))
+        assert_near(x.double() + stock[1](waiting.to(dtype).float()).double(), total)
+        assert_near(stock[0](total.float()), normed)
+
+
+@pytest.mark.parametrize(("dtype", "width", "is_centred"), all_pairs(EACH, (64, 100, 7), (True, False)))
+def test_queries_and_keys_are_normalised_where_they_are(
+    kernels: Kernels, dtype: torch.dtype, width: int, is_centred: bool, threads: int
+) -> None:
+    heads, weights = random(70, 10, width, dtype=dtype), random(2, width, dtype=dtype, seed=1)
+    of_queries, of_keys = (KernelNorm(kernels, weight, None, 1e-5, is_centred=is_centred) for weight in weights)
+    expected = torch.cat([of_queries(heads[:, :6]), of_keys(heads[:, 6:8]), heads[:, 8:]], dim=1)
+    of_a_wider_row = torch.cat([heads, heads], dim=1)[:, :10]
+    for given in (of_a_wider_row, heads):
+        assert torch.equal(expected, of_queries.normalise_heads(of_keys, given, kv_heads=2))
+    assert torch.equal(expected, heads), "what is contiguous is changed in place"
+
+
 @pytest.mark.parametrize(("dtype", "activation"), by_turns(EACH, Activation))
 def test_a_gate_equals_torchs(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = random(6, 2 * 50, dtype=dtype)

@@ -1,0 +1,116 @@
+"""Operators of torch that a captured step repeats by a kernel (`elementwise.cpp`), bit for bit: copies, sums, products.
+
+A model's step has a few such between the kernels, for what only some families do: a gate, a scale, heads put side by
+side. What is not known here, or large enough to be worth torch's threads, is left to torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.backends.cpu.kernels import Kernels
+from server.backends.cpu.memory import Pool
+
+DIMS, MOST_ELEMENTS = 4, 1 << 15
+aten = torch.ops.aten
+# `Kind` of elementwise.cpp.
+COPY, ADD, SUBTRACT, MULTIPLY = range(4)
+ARITHMETIC = {
+    aten.add: ADD, aten.sub: SUBTRACT, aten.mul: MULTIPLY, aten.add_: ADD, aten.sub_: SUBTRACT, aten.mul_: MULTIPLY,
+}  # fmt: skip
+COPIES = {aten.contiguous, aten.clone, aten.reshape, aten.flatten, aten.to, aten._to_copy}  # in the order of elements
+
+
+class _Elementwise(ctypes.Structure):
+    """`Elementwise` of elementwise.cpp."""
+
+    _fields_ = (
+        ("kind", ctypes.c_long),
+        *((name, ctypes.c_long * DIMS) for name in ("shape", "out", "a", "b")),
+        ("number", ctypes.c_double),
+    )
+
+
+class Elementwise:
+    """Computes operators by kernels, whose calls a recorder is told of. Results lie in the pool."""
+
+    def __init__(self, kernels: Kernels, pool: Pool):
+        self._kernels = kernels.elementwise
+        self._pool = pool
+        self.kept: list[object] = []  # what the recorded calls point to
+
+    def change(self, func: Any, args: Sequence[Any]) -> Tensor | None:
+        """What an operator makes of its first argument, in place; None: it is not known here, and nothing was done."""
+        packet, target = func.overloadpacket, args[0]
+        if packet is aten.copy_ and isinstance(args[1], Tensor) and self._can(target, args[1]):
+            return self._call(COPY, target, args[1].expand_as(target), None)
+        if packet in ARITHMETIC and len(args) == 2 and self._can(target, target) and _combine(target, args[1]):
+            return self._call(ARITHMETIC[packet], target, target, args[1])
+        return None
+
+    def result(self, func: Any, args: Sequence[Any], made: Any) -> Tensor | None:
+        """The same numbers as `made`, which torch has made of the arguments; None: the operator is not known here."""
+        packet = func.overloadpacket
+        if not isinstance(made, Tensor):
+            return None
+        if packet in COPIES and self._can(made, args[0]):
+            out = self._pool.empty(made.shape, made.dtype)
+            self._call(COPY, out.view(args[0].shape), args[0], None)
+            return out
+        if packet is aten.cat and all(self._can(made, part) for part in args[0]):
+            return self._joined(args[0], args[1] if len(args) > 1 else 0, made)
+        if packet in ARITHMETIC and len(args) == 2 and self._can(made, args[0]) and _combine(args[0], args[1]):
+            return self._call(ARITHMETIC[packet], self._pool.empty(made.shape, made.dtype), args[0], args[1])
+        return None
+
+    def _can(self, out: Tensor, a: Any) -> bool:
+        """Whether there is a kernel that makes `out` of elements of `a`."""
+        known = isinstance(a, Tensor) and (a.dtype, out.dtype) in self._kernels and 0 < out.numel() <= MOST_ELEMENTS
+        return known and max(a.dim(), out.dim()) <= DIMS
+
+    def _joined(self, parts: Sequence[Tensor], dim: int, made: Tensor) -> Tensor | None:
+        if any(part.dim() != made.dim() or part.dtype != made.dtype for part in parts):
+            return None
+        out = self._pool.empty(made.shape, made.dtype)
+        ends = list(accumulate(part.shape[dim] for part in parts))
+        for part, end in zip(parts, ends, strict=True):
+            if part.numel():
+                self._call(COPY, out.narrow(dim, end - part.shape[dim], part.shape[dim]), part, None)
+        return out
+
+    def _call(self, kind: int, out: Tensor, a: Tensor, b: Tensor | float | None) -> Tensor:
+        """Compute `out` from a and b, which have its shape or are spread over it."""
+        second = b.expand_as(out) if isinstance(b, Tensor) else None
+        first = a.expand_as(out)
+        shape = (*[1] * (DIMS - out.dim()), *out.shape)
+        strides = (_strides(tensor) for tensor in (out, first, out if second is None else second))
+        how = _Elementwise(kind, _longs(shape), *strides, 0.0 if b is None or second is not None else b)
+        others = (tensor for tensor in (a, b) if isinstance(tensor, Tensor) and not self._pool.has(tensor))
+        self.kept += [how, *others]
+        at = None if second is None else second.data_ptr()
+        self._kernels[a.dtype, out.dtype](ctypes.addressof(how), first.data_ptr(), at, out.data_ptr())
+        return out
+
+
+def _combine(a: Tensor, b: Any) -> bool:
+    """Whether torch computes in the dtype of `a`."""
+    if isinstance(b, Tensor):
+        return a.dtype == b.dtype and b.dim() <= DIMS
+    if isinstance(b, bool):
+        return False
+    # A kernel is told numbers as floats, of which the larger ones have no room for every integer.
+    return isinstance(b, int) and abs(b) < 2**53 if a.dtype == torch.int64 else isinstance(b, (int, float))
+
+
+def _strides(tensor: Tensor) -> Any:
+    return _longs((*[0] * (DIMS - tensor.dim()), *tensor.stride()))
+
+
+def _longs(numbers: Sequence[int]) -> Any:
+    return (ctypes.c_long * DIMS)(*numbers)
