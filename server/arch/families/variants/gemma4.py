@@ -135,10 +135,13 @@ def _layer(config: Config, index: int, layer: LayerSpec) -> LayerSpec:
 
 
 def _heads(config: Config, index: int, *, is_full: bool) -> KvHeads:
-    """By what is said of layers that see everything, or as transformers 5.23 writes it, of each layer by its number."""
+    """By what is said of layers that see everything, or as transformers 5.23 writes it, of each layer by its number.
+
+    Of ten layers or more it writes 04, not 4.
+    """
     own = KvHeads(config["num_key_value_heads"], head_dim(config))
     if (given := config.get("per_layer_config")) is not None:
-        of_layer = given.get(str(index)) or {}
+        of_layer = {number.lstrip("0") or "0": values for number, values in given.items()}.get(str(index)) or {}
         if not isinstance(of_layer, Mapping):
             raise ValueError(f"config.json says per_layer_config.{index} {of_layer!r}, which must be an object")
         of_layer = checked(of_layer)
