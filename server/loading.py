@@ -218,6 +218,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         )
     dtype, reason = choose_dtype(config.dtype, stored, device, _cpu_kernels(config, device))
     backend = _backend(config, device, dtype, choose)
+    quantised = _rounded_by(backend, quantised)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
     kv_placement = placing.choose_kv_placement(config, part, device)
     shard = _connect(config, device)
@@ -286,6 +287,13 @@ def _connect(config: ShardConfig, device: Device) -> Shard:
     )
 
 
+def _rounded_by(backend: Backend, quantised: Quantisation) -> Quantisation:
+    """The same, with weights rounded in the backend's way while they are loaded."""
+    if quantised.quantise is None:
+        return quantised
+    return replace(quantised, quantise=backend.rounding(quantised.quantise))
+
+
 def _kept(quantised: Quantisation, config: ShardConfig, device: Device, dtype: torch.dtype) -> Storage | None:
     """How linear layers are kept in memory."""
     is_exact = device.torch_device.type == "cpu" and (config.cpu_inputs == EXACT or dtype == torch.float32)
@@ -335,7 +343,7 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any], choose: Choos
     if config.stage_size > 1:
         fallback.outlook(config, dtype)  # refuses before the ranks meet
     shard = _connect(config, device)
-    model = fallback.Loader(config, backend, shard, dtype, quantised).load()
+    model = fallback.Loader(config, backend, shard, dtype, _rounded_by(backend, quantised)).load()
     if shard.rank == 0:
         log.warning("%s", model.warning)
     is_batched = model.shares_prefixes

@@ -28,7 +28,7 @@ from server.arch.spec import Activation, ArchSpec, Scoring
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
 from server.quantisation.kv import AS_COMPUTED, KvFormat
-from server.quantisation.stored import Stored
+from server.quantisation.stored import Quantise, Stored
 
 OFFSET_BITS = BLOCK_SIZE.bit_length() - 1  # of a position: its place in a block
 assert 1 << OFFSET_BITS == BLOCK_SIZE
@@ -594,6 +594,9 @@ class Backend(Protocol):
 
     def linear(self, weight: Stored, *, is_gated: bool = False, maximum: Maximum | None = None) -> LinearFormat:
         """A linear layer's weight. See `MakeLinear`."""
+
+    def rounding(self, quantise: Quantise) -> Quantise:
+        """The same rounding of weights while they are loaded, maybe a faster one."""
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         """A linear layer for tokens that have adapters in rows 1 … num_rows. is_gated: as `linear` was told."""

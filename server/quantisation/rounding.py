@@ -111,7 +111,7 @@ def _rounded(exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Groups [N, n] → codes [N, n] uint8, and scales and zeros [N, 1]."""
     low, high = exact.amin(1, keepdim=True).clamp_(max=0), exact.amax(1, keepdim=True).clamp_(min=0)
     best = torch.full_like(low, torch.inf)
-    scale, zero = torch.empty_like(low), torch.empty_like(low)
+    scale, zero = torch.full_like(low, torch.nan), torch.zeros_like(low)  # of what is no number
     scaled, error = torch.empty_like(exact), torch.empty_like(exact)
     for shrink in SHRINKS:
         tried = ((high - low) * (shrink / MOST_CODE)).clamp_(min=TINY)
@@ -125,12 +125,13 @@ def _rounded(exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     torch.mul(exact, 1 / scale, out=scaled).add_(zero).round_().clamp_(0, MOST_CODE)
     codes = scaled.to(torch.uint8)
     scaled.sub_(zero)
-    fitted = torch.sum(exact * scaled, 1, keepdim=True) / scaled.square().sum(1, keepdim=True)
-    fitted = torch.where(fitted.isnan(), 1.0, fitted)  # of zeros alone, for which any scale would do
-    return codes, _in_16_bits(torch.where(fitted > TINY, fitted, scale)), zero
+    squares = scaled.square().sum(1, keepdim=True)
+    fitted = torch.sum(exact * scaled, 1, keepdim=True) / squares
+    fitted = torch.where(squares == 0, 1.0, fitted)  # of zeros alone, for which any scale would do
+    return codes, in_16_bits(torch.where(fitted > TINY, fitted, scale)), zero
 
 
-def _in_16_bits(scale: Tensor) -> Tensor:
+def in_16_bits(scale: Tensor) -> Tensor:
     """The nearest numbers of float16, but for those that it has fewer digits for."""
     return torch.where(scale >= torch.finfo(torch.float16).tiny, scale.half().float(), scale)
 

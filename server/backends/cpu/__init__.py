@@ -27,7 +27,7 @@ from server.backends.cpu.kernels import Kernels, Library
 from server.backends.cpu.layers import KernelExperts, KernelNorm, OneDnnFormat, PanelFormat, kernel_gate, onednn_packs
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena, Pool
-from server.backends.cpu.quantised import CodeFormat, LevelFormat, takes
+from server.backends.cpu.quantised import CodeFormat, LevelFormat, int4_groups, takes
 from server.backends.cpu.recurrence import KernelDelta, KernelMamba, KernelShortConv, can_compute
 from server.backends.cpu.routing import KernelRouting
 from server.backends.protocol import (
@@ -54,8 +54,9 @@ from server.backends.protocol import (
 )
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import LoopedExperts, StackedLinear
+from server.quantisation import rounding
 from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
-from server.quantisation.stored import QuantisedWeight, Stored
+from server.quantisation.stored import Quantise, QuantisedWeight, Stored
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -102,6 +103,9 @@ class CpuBackend(ReferenceBackend):
         is_taken = takes(weight, self._dtype, rounds_inputs=self._rounds_inputs)
         format = CodeFormat if is_taken else LevelFormat
         return format(self._kernels, self._arena, weight, self._dtype, is_gated=is_gated, maximum=maximum)
+
+    def rounding(self, quantise: Quantise) -> Quantise:
+        return partial(int4_groups, self._kernels) if quantise is rounding.int4_groups else quantise
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         if isinstance(layer, PanelFormat):

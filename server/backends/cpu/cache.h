@@ -5,7 +5,7 @@
 // bfloat16 has room for eight bits and for the exponents of both kinds of float8. None expands to NaN or infinity.
 #pragma once
 
-#include "vector.h"
+#include "functions.h"
 
 enum Kind { AS_COMPUTED, INT8, E4M3, E5M2 };
 
@@ -32,8 +32,6 @@ INLINE float power_of_two(int exponent) {
 
 INLINE Floats without_nan(Floats x) { return x == x ? x : Floats{}; }
 INLINE Floats size_of(Floats x) { return (Floats)((Words)x & 0x7FFFFFFFu); }
-// To the nearest integer, ties to even: adding 1.5 * 2^23 leaves no bits for a fraction.
-INLINE Floats round_even(Floats x) { return (x + 12582912.0f) - 12582912.0f; }
 
 // Codes of numbers that are already divided by their scale; a NaN becomes 0, what is too large the largest.
 template <int KIND>

@@ -5,6 +5,9 @@
 
 #include "vector.h"
 
+// To the nearest integer, ties to even: adding 1.5 * 2^23 leaves no bits for a fraction.
+INLINE Floats round_even(Floats x) { return (x + 12582912.0f) - 12582912.0f; }
+
 // e^x to within 2 units in the last place; 0 below -87, where float32 has no room, and no more than e^88.
 INLINE Floats exp(Floats x) {
     const Floats limited = min(max(x, all(-87.0f)), all(88.0f));

@@ -94,6 +94,7 @@ class Kernels:
         self.pack_levels = self._function("pack_levels", "ppppi")
         self.unpack_levels = self._by_dtype("unpack_levels", "pplpi")
         self.pack_codes = self._function("pack_codes", "ppi")
+        self.round_int4 = self._function("round_int4", "pplpppi")
         self.pack_words = self._function("pack_words", "ppi")
         self.pack_scales = self._function("pack_scales", "pppi")
         self.unpack_codes = self._by_dtype("unpack_codes", "pplpi")

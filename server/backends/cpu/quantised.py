@@ -33,9 +33,18 @@ from server.backends.cpu.memory import Arena
 from server.backends.protocol import Maximum
 from server.backends.reference.quantised import InputRounding
 from server.quantisation.packing import WORD_BITS, PackedCodes
-from server.quantisation.rounding import float4_levels, scale_of
+from server.quantisation.rounding import (
+    BITS,
+    INT4_GROUP,
+    MOST_CODE,
+    SHRINKS,
+    TINY,
+    float4_levels,
+    in_16_bits,
+    scale_of,
+)
 from server.quantisation.sizes import BLOCKS, slots_of
-from server.quantisation.stored import QuantisedWeight
+from server.quantisation.stored import QuantisedWeight, contiguous_groups
 
 FLOAT32_LEAST = 2.0**-126  # what is smaller counts as 0 among scales that are powers of 2
 RAISED = 12  # of codes.h
@@ -327,6 +336,33 @@ class LevelFormat(PanelFormat):
 
     def _read_by_kernel(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         return (x if self._rounding is None else self._rounding.nearest(x).contiguous()), ()
+
+
+class _Int4(ctypes.Structure):
+    """`Int4` of rounding.cpp."""
+
+    _fields_ = (
+        ("inputs", ctypes.c_long),
+        ("count", ctypes.c_long),
+        ("shrunk", ctypes.c_void_p),
+        ("steps", ctypes.c_void_p),
+        ("least", ctypes.c_float),
+        ("most", ctypes.c_float),
+    )
+
+
+def int4_groups(kernels: Kernels, weight: Tensor) -> QuantisedWeight:
+    """See `rounding.int4_groups`."""
+    weight = weight.float().contiguous()
+    rows, inputs = weight.shape
+    groups = contiguous_groups(INT4_GROUP, inputs)
+    codes = torch.empty(rows, inputs, dtype=torch.uint8)
+    scale, zero = torch.empty(2, rows, int(groups[-1]) + 1)
+    shrunk, steps = torch.tensor(SHRINKS), torch.tensor([shrink / MOST_CODE for shrink in SHRINKS])
+    how = _Int4(inputs, len(SHRINKS), shrunk.data_ptr(), steps.data_ptr(), TINY, MOST_CODE)
+    found = (tensor.data_ptr() for tensor in (codes, scale, zero))
+    kernels.round_int4(ctypes.addressof(how), weight.data_ptr(), rows, *found, torch.get_num_threads())
+    return QuantisedWeight(codes, BITS, in_16_bits(scale), groups, zero=zero)
 
 
 def _values_of_codes(weight: QuantisedWeight) -> tuple[Tensor, int]:

@@ -52,7 +52,7 @@ from server.backends.reference.logits import StockLogits
 from server.backends.reference.mamba import StockMamba
 from server.backends.reference.quantised import QuantisedFormat
 from server.quantisation.kv import AS_COMPUTED, KvFormat
-from server.quantisation.stored import QuantisedWeight, Stored
+from server.quantisation.stored import Quantise, QuantisedWeight, Stored
 
 
 class ReferenceBackend:
@@ -87,6 +87,9 @@ class ReferenceBackend:
     def dense(self, weight: Tensor, *, is_gated: bool) -> LinearFormat:
         """A dense weight."""
         return DenseFormat(weight, is_gated=is_gated, gate=self.gate)
+
+    def rounding(self, quantise: Quantise) -> Quantise:
+        return quantise
 
     def quantised(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> LinearFormat:
         """A quantised weight."""

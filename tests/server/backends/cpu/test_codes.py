@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from server.backends.cpu import CpuBackend
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import KernelExperts
 from server.backends.cpu.memory import Arena
-from server.backends.cpu.quantised import Arranged, CodeFormat, arranged, takes
+from server.backends.cpu.quantised import Arranged, CodeFormat, arranged, int4_groups, takes
+from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import ACTIVATIONS, LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
-from server.quantisation import sizes
+from server.quantisation import rounding, sizes
 from server.quantisation.packing import WORD_BITS, PackedCodes, pack
 from server.quantisation.rounding import float4_levels, float8_rows, int8_rows, int8_weights
 from server.quantisation.sizes import Storage
@@ -370,3 +372,52 @@ def test_experts_that_are_called_one_by_one_cannot_be_captured(kernels: Kernels)
     assert backend.why_not_captured(spec, "int8", 1) is None
     assert isinstance(backend.grouped(iter([float8_rows(random(64, 256))] * 2), 2), LoopedExperts)
     assert "experts in fp8 are called one by one" == backend.why_not_captured(spec, "fp8", 1)
+
+
+# ------------------------------------------------------------------------------ rounding weights while they are loaded
+
+
+@pytest.mark.parametrize("shape", [(300, 1024), (70, 1000), (5, 7), (64, 129)])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "bfloat16", "one sign", "tiny", "zeros"])
+def test_weights_are_rounded_to_4_bits_as_the_reference_does(
+    kernels: Kernels, shape: tuple[int, int], kind: str
+) -> None:
+    weight = random(*shape)
+    if kind == "heavy":
+        weight = weight**3
+    elif kind == "one sign":
+        weight = weight.abs() + 1
+    elif kind == "tiny":
+        weight *= 1e-7
+    elif kind == "zeros":
+        weight[::2, : shape[1] // 2] = 0
+    weight = weight.bfloat16() if kind == "bfloat16" else weight
+    expected, found = rounding.int4_groups(weight), int4_groups(kernels, weight)
+    assert expected.zero is not None and found.zero is not None and torch.equal(expected.groups, found.groups)
+    # Where two ranges are as good, or a weight is halfway between two codes, the other may be taken.
+    scales_are_alike = (expected.scale / found.scale - 1).abs() < 1e-3  # of 16 bits; tiny ones have more
+    alike = [expected.codes == found.codes, scales_are_alike, expected.zero == found.zero]
+    assert all(same.float().mean() > 0.995 for same in alike)
+    exact = weight.float()
+    errors = [(quantised.dequantised().float() - exact).norm() for quantised in (expected, found)]
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-5, atol=1e-12)
+    assert torch.equal(found.codes, int4_groups(kernels, weight.repeat(2, 1)).codes[: shape[0]])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_none_and_disturbs_no_other_group(kernels: Kernels, number: float) -> None:
+    weight, whole = random(3, 300), random(3, 300)
+    weight[1, 140] = number
+    for make in (rounding.int4_groups, partial(int4_groups, kernels)):
+        found, expected = make(weight).dequantised(), make(whole).dequantised()
+        is_lost = torch.zeros(3, 300, dtype=torch.bool)
+        is_lost[1, 128:256] = True
+        assert found[is_lost].isnan().all() and torch.equal(expected[~is_lost], found[~is_lost])
+
+
+def test_the_backend_rounds_by_the_kernel(kernels: Kernels) -> None:
+    backend, weight = CpuBackend(kernels, torch.bfloat16), random(4, 256)
+    made = backend.rounding(rounding.int4_groups)
+    assert made is not rounding.int4_groups and torch.equal(int4_groups(kernels, weight).codes, made(weight).codes)
+    assert backend.rounding(int8_rows) is int8_rows
+    assert ReferenceBackend(backend.device).rounding(rounding.int4_groups) is rounding.int4_groups
