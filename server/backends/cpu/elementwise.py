@@ -1,7 +1,8 @@
 """Operators of torch that a captured step repeats by a kernel (`elementwise.cpp`), bit for bit: copies, sums, products.
 
 A model's step has a few such between the kernels, for what only some families do: a gate, a scale, heads put side by
-side. What is not known here, or large enough to be worth torch's threads, is left to torch.
+side. What is not known here, or large enough to be worth torch's threads, is left to torch, as is what it refuses or
+where its result would not be contiguous.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ DIMS, MOST_ELEMENTS = 4, 1 << 15
 aten = torch.ops.aten
 # `Kind` of elementwise.cpp.
 COPY, ADD, SUBTRACT, MULTIPLY = range(4)
-ARITHMETIC = {
-    aten.add: ADD, aten.sub: SUBTRACT, aten.mul: MULTIPLY, aten.add_: ADD, aten.sub_: SUBTRACT, aten.mul_: MULTIPLY,
-}  # fmt: skip
+ARITHMETIC = {aten.add: ADD, aten.sub: SUBTRACT, aten.mul: MULTIPLY}
+CHANGES = {aten.copy_: COPY, aten.add_: ADD, aten.sub_: SUBTRACT, aten.mul_: MULTIPLY}  # in place
 COPIES = {aten.contiguous, aten.clone, aten.reshape, aten.flatten, aten.to, aten._to_copy}  # in the order of elements
 
 
@@ -48,16 +48,19 @@ class Elementwise:
     def change(self, func: Any, args: Sequence[Any]) -> Tensor | None:
         """What an operator makes of its first argument, in place; None: it is not known here, and nothing was done."""
         packet, target = func.overloadpacket, args[0]
-        if packet is aten.copy_ and isinstance(args[1], Tensor) and self._can(target, args[1]):
-            return self._call(COPY, target, args[1].expand_as(target), None)
-        if packet in ARITHMETIC and len(args) == 2 and self._can(target, target) and _combine(target, args[1]):
-            return self._call(ARITHMETIC[packet], target, target, args[1])
+        if packet not in CHANGES or len(args) != 2 or _is_spread(target) or _overlaps(target, args[1]):
+            return None
+        kind = CHANGES[packet]
+        if kind == COPY:
+            return self._call(COPY, target, args[1], None) if self._can(target, args[1]) else None
+        if self._can(target, target) and _combine(kind, target, args[1]):
+            return self._call(kind, target, target, args[1])
         return None
 
     def result(self, func: Any, args: Sequence[Any], made: Any) -> Tensor | None:
         """The same numbers as `made`, which torch has made of the arguments; None: the operator is not known here."""
         packet = func.overloadpacket
-        if not isinstance(made, Tensor):
+        if not isinstance(made, Tensor) or not made.is_contiguous():
             return None
         if packet in COPIES and self._can(made, args[0]):
             out = self._pool.empty(made.shape, made.dtype)
@@ -65,14 +68,16 @@ class Elementwise:
             return out
         if packet is aten.cat and all(self._can(made, part) for part in args[0]):
             return self._joined(args[0], args[1] if len(args) > 1 else 0, made)
-        if packet in ARITHMETIC and len(args) == 2 and self._can(made, args[0]) and _combine(args[0], args[1]):
+        if packet in ARITHMETIC and len(args) == 2 and self._can(made, args[0]):
+            if not _combine(ARITHMETIC[packet], args[0], args[1]):
+                return None
             return self._call(ARITHMETIC[packet], self._pool.empty(made.shape, made.dtype), args[0], args[1])
         return None
 
     def _can(self, out: Tensor, a: Any) -> bool:
         """Whether there is a kernel that makes `out` of elements of `a`."""
         known = isinstance(a, Tensor) and (a.dtype, out.dtype) in self._kernels and 0 < out.numel() <= MOST_ELEMENTS
-        return known and max(a.dim(), out.dim()) <= DIMS
+        return known and max(a.dim(), out.dim()) <= DIMS and not a.is_neg()
 
     def _joined(self, parts: Sequence[Tensor], dim: int, made: Tensor) -> Tensor | None:
         if any(part.dim() != made.dim() or part.dtype != made.dtype for part in parts):
@@ -91,21 +96,35 @@ class Elementwise:
         shape = (*[1] * (DIMS - out.dim()), *out.shape)
         strides = (_strides(tensor) for tensor in (out, first, out if second is None else second))
         how = _Elementwise(kind, _longs(shape), *strides, 0.0 if b is None or second is not None else b)
-        others = (tensor for tensor in (a, b) if isinstance(tensor, Tensor) and not self._pool.has(tensor))
+        others = (tensor for tensor in (out, a, b) if isinstance(tensor, Tensor) and not self._pool.has(tensor))
         self.kept += [how, *others]
         at = None if second is None else second.data_ptr()
         self._kernels[a.dtype, out.dtype](ctypes.addressof(how), first.data_ptr(), at, out.data_ptr())
         return out
 
 
-def _combine(a: Tensor, b: Any) -> bool:
-    """Whether torch computes in the dtype of `a`."""
+def _combine(kind: int, a: Tensor, b: Any) -> bool:
+    """Whether torch computes in the dtype of `a`, or with a number as the kernel has it."""
     if isinstance(b, Tensor):
-        return a.dtype == b.dtype and b.dim() <= DIMS
-    if isinstance(b, bool):
+        return a.dtype == b.dtype and b.dim() <= DIMS and not b.is_neg()
+    if isinstance(b, bool) or (a.dtype == torch.bfloat16 and kind != MULTIPLY):  # torch rounds what it adds
         return False
-    # A kernel is told numbers as floats, of which the larger ones have no room for every integer.
-    return isinstance(b, int) and abs(b) < 2**53 if a.dtype == torch.int64 else isinstance(b, (int, float))
+    if isinstance(b, int):
+        return abs(b) < 2**53  # which a kernel is told as a float
+    return isinstance(b, float) and a.dtype != torch.int64
+
+
+def _is_spread(target: Tensor) -> bool:
+    """Whether several of its elements are one."""
+    return any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True))
+
+
+def _overlaps(target: Tensor, source: Any) -> bool:
+    """Whether elements of the source may change before they are read."""
+    if not isinstance(source, Tensor) or target.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        return False
+    views = ((x.data_ptr(), x.shape, x.stride()) for x in (target, source))
+    return next(views) != next(views)
 
 
 def _strides(tensor: Tensor) -> Any:

@@ -2,8 +2,9 @@
 
 While it runs for the first time, every call of a compiled kernel is noted with its addresses, and every operator of
 torch with its tensors. A replay makes the same calls in the same order: runs of kernels by one call of C++, the few
-torch operators one by one, their results copied to where the first ones lie. Tensors that the computation makes and
-drops take their memory from a pool that all graphs share, because only one of them runs at a time.
+torch operators one by one, their results copied to where the first ones lie. Most small operators are such calls too
+(`elementwise.py`). Tensors that the computation makes and drops take their memory from a pool that all graphs share,
+because only one of them runs at a time.
 
 What a computation must not do is decide by values: operators whose results have a shape that depends on them, reading
 a tensor into Python, or speaking to other processes. A backend knows beforehand which models do that
@@ -109,6 +110,7 @@ class CpuGraph(TorchDispatchMode):
         self._steps: list[Callable[[], object]] = []
         self._calls: list[KernelCall] = []  # of kernels, since the last step
         self._elementwise = Elementwise(kernels, pool)
+        self._constants: list[Tensor] = []  # made of numbers alone
         self._kept: list[object] = []  # what the steps point to
 
     @classmethod
@@ -145,6 +147,8 @@ class CpuGraph(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace != "aten" or _decides_by_values(func, args):
             raise CaptureError(f"{func} cannot be captured in a graph: start with --cuda-graphs 0, and report it")
+        if func._schema.is_mutable and self._is_constant(args[0]):
+            raise CaptureError(f"{func} changes what is the same each time: start with --cuda-graphs 0, and report it")
         if func._schema.is_mutable and not kwargs and (changed := self._elementwise.change(func, args)) is not None:
             return changed
         result = func(*args, **kwargs)
@@ -152,13 +156,17 @@ class CpuGraph(TorchDispatchMode):
             return self._pool.empty(result.shape, result.dtype)
         if _is_view(func, args, result):
             return result
-        if func.overloadpacket is torch.ops.aten.arange:
-            self._kept.append(result)  # the same each time: nobody changes one in place
+        if func.overloadpacket is torch.ops.aten.arange and not func._schema.is_mutable:
+            self._constants.append(result)
             return result
         if not kwargs and (repeated := self._elementwise.result(func, args, result)) is not None:
             return repeated
         self._add_operator(func, args, kwargs, result)
         return result
+
+    def _is_constant(self, tensor: Any) -> bool:
+        places = {constant.untyped_storage().data_ptr() for constant in self._constants}
+        return isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in places
 
     def _add_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """A step that computes an operator again, into its first results unless it changes its inputs."""

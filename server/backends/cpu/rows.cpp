@@ -44,7 +44,7 @@ INLINE void add(E* out, const E* x, const E* addend, const E* bias, long width) 
     });
 }
 
-// out = base + the norm of x, rounded once; base may be null, and out be x.
+// out = the norm of x, rounded; or where there is a base, base + that, rounded too. out may be x.
 template <class E>
 void normalise(const Norm& norm, const E* x, const E* base, E* out) {
     const float mean = norm.is_centred ? mean_of(x, norm.width, [](Floats v) { return v; }) : 0.0f;
@@ -53,7 +53,7 @@ void normalise(const Norm& norm, const E* x, const E* base, E* out) {
     each_vector(norm.width, [&](long i, long count) {
         Floats value = (load_part(x + i, count) - mean) * scale * load_part(norm.weight + i, count);
         if (norm.bias) value += load_part(norm.bias + i, count);
-        if (base) value += load_part(base + i, count);
+        if (base) value = load_part(base + i, count) + rounded<E>(value);
         store_part(out + i, value, count);
     });
 }

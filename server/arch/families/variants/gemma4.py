@@ -141,7 +141,7 @@ def _heads(config: Config, index: int, *, is_full: bool) -> KvHeads:
     """
     own = KvHeads(config["num_key_value_heads"], head_dim(config))
     if (given := config.get("per_layer_config")) is not None:
-        of_layer = {number.lstrip("0") or "0": values for number, values in given.items()}.get(str(index)) or {}
+        of_layer = {number.lstrip("0") or number[-1:]: values for number, values in given.items()}.get(str(index)) or {}
         if not isinstance(of_layer, Mapping):
             raise ValueError(f"config.json says per_layer_config.{index} {of_layer!r}, which must be an object")
         of_layer = checked(of_layer)

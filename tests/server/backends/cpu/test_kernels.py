@@ -15,10 +15,11 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.cpu import Kernels
 from server.backends.cpu.attention import rotate
+from server.backends.cpu.elementwise import Elementwise
 from server.backends.cpu.kernels import PEAKS
 from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate
 from server.backends.cpu.logits import KernelLogits
-from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
+from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena, Pool
 from server.backends.protocol import Rotation, Summand
 from server.backends.reference.attention import rotate as rotate_stock
 from server.backends.reference.linear import ACTIVATIONS, LayerNorm, RmsNorm, stock_gate
@@ -153,7 +154,25 @@ def test_a_sum_that_is_normalised_before_it_is_added(
         waiting = sum((part.float() for part in biases), start=delta.float())
         total, normed = norms[0].add(x, Summand((delta,), biases, norms[1]))
         assert_near(x.double() + stock[1](waiting.to(dtype).float()).double(), total)
+        # As by itself, bit for bit: which way is taken may hang on other tokens of a step (`AdaptedNorm`).
+        assert torch.equal(Summand((delta,), biases, norms[1]).onto(x), total) and torch.equal(norms[0](total), normed)
         assert_near(stock[0](total.float()), normed)
+
+
+@pytest.mark.parametrize("dtype", EACH)
+def test_copies_sums_and_products_equal_torchs(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
+    x, y, aten = random(3, 70, dtype=dtype), random(3, 1, dtype=dtype, seed=1), torch.ops.aten
+    compute = Elementwise(kernels, Pool())
+    for func, args in (
+        *((func, [x, y]) for func in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor)),
+        (aten.mul.Tensor, [x, 0.1]),
+        (aten.to.dtype, [x, torch.float32 if dtype == torch.bfloat16 else torch.bfloat16]),
+        (aten.cat.default, [[x, y], 1]),
+        (aten.clone.default, [x[:, 3:]]),
+    ):
+        expected = func(*args)
+        found = compute.result(func, args, expected)
+        assert found is not None and found.dtype == expected.dtype and torch.equal(expected, found)
 
 
 @pytest.mark.parametrize(("dtype", "width", "is_centred"), all_pairs(EACH, (64, 100, 7), (True, False)))
