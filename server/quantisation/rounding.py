@@ -8,7 +8,7 @@ int4 has equally spaced codes, a scale and a zero for each group of inputs. A gr
 the squared error least: shrunk ranges are tried one after the other (as OCTAV, Sakr et al. 2022, arXiv 2206.06501,
 looks for the same optimum with other means), and the scale of the best one is then fitted to its codes by least
 squares. Scales are numbers of 16 bits, so that kernels may keep them so. Left out: what inputs do to the error, which
-takes texts to know.
+takes texts to know. On CPUs `backends/cpu/rounding.cpp` does the same, and what is changed here is to be changed there.
 
 NF4 and FP4 take the nearest of 16 levels in blocks of 64, as bitsandbytes does. NF4 (QLoRA, Dettmers et al. 2023, arXiv
 2305.14314) has levels at equally likely values of a normal number; FP4 has a sign, two bits of exponent and one of
