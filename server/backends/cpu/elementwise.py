@@ -121,10 +121,17 @@ def _is_spread(target: Tensor) -> bool:
 
 def _overlaps(target: Tensor, source: Any) -> bool:
     """Whether elements of the source may change before they are read."""
-    if not isinstance(source, Tensor) or target.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+    if not isinstance(source, Tensor):
         return False
-    views = ((x.data_ptr(), x.shape, x.stride()) for x in (target, source))
-    return next(views) != next(views)
+    (first, end), (other, other_end) = _span(target), _span(source)
+    is_same = first == other and (target.shape, target.stride()) == (source.shape, source.stride())
+    return not is_same and first < other_end and other < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of its first element, and behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _strides(tensor: Tensor) -> Any:

@@ -101,6 +101,11 @@ def test_what_is_changed_in_place(kernels: Kernels, dtype: torch.dtype) -> None:
     check_same(kernels, compute, random((3, 4, 40), dtype, 1), random((3, 1, 1), dtype, 2))
 
 
+def test_parts_of_one_memory(kernels: Kernels) -> None:
+    check_same(kernels, lambda x, y: x[0].add_(x[2]), random((3, 40), torch.int64, 1), random((1,), torch.int64, 2))
+    check_same(kernels, lambda x, y: x[:, 20:].mul_(x[:, 20:]), *(random((3, 40), torch.float32, n) for n in (1, 2)))
+
+
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
 def test_what_is_put_in_order_and_side_by_side(kernels: Kernels, dtype: torch.dtype) -> None:
     x, y = random((3, 4, 40), dtype, 1), random((3, 2, 40), dtype, 2)
