@@ -55,7 +55,7 @@ DECODES = (8, 32, 64, 128, 256)
 PROMPTS = 8
 # Where steps are captured as they come and nothing is filled up, on CPUs: bytes of weights of a model whose launching
 # takes as long as its computing, most tokens of a step, sizes that are remembered, and graphs that are kept. A graph
-# keeps what stock operators make, up to 100 kB for each token and layer of a model of middle size.
+# keeps what operators of torch make that no kernel repeats.
 EXACT_BYTES = 256_000_000
 MOST_EXACT = 24
 MOST_SEEN = 1024

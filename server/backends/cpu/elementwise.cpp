@@ -2,6 +2,8 @@
 // 100 µs between two products with weights, whose bytes have driven its code out of the caches; here they take 1 to 5.
 // Results are torch's bit for bit, but for which NaN a NaN is: what is bfloat16 is computed in float32, and rounded once.
 
+#include <type_traits>
+
 #include "vector.h"
 
 namespace {

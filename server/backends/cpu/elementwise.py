@@ -24,7 +24,7 @@ aten = torch.ops.aten
 COPY, ADD, SUBTRACT, MULTIPLY = range(4)
 ARITHMETIC = {aten.add: ADD, aten.sub: SUBTRACT, aten.mul: MULTIPLY}
 CHANGES = {aten.copy_: COPY, aten.add_: ADD, aten.sub_: SUBTRACT, aten.mul_: MULTIPLY}  # in place
-COPIES = {aten.contiguous, aten.clone, aten.reshape, aten.flatten, aten.to, aten._to_copy}  # in the order of elements
+COPIES = {aten.contiguous, aten.clone, aten.reshape, aten.flatten, aten.to}  # in the order of elements
 
 
 class _Elementwise(ctypes.Structure):
@@ -68,11 +68,10 @@ class Elementwise:
             return out
         if packet is aten.cat and all(self._can(made, part) for part in args[0]):
             return self._joined(args[0], args[1] if len(args) > 1 else 0, made)
-        if packet in ARITHMETIC and len(args) == 2 and self._can(made, args[0]):
-            if not _combine(ARITHMETIC[packet], args[0], args[1]):
-                return None
-            return self._call(ARITHMETIC[packet], self._pool.empty(made.shape, made.dtype), args[0], args[1])
-        return None
+        kind = ARITHMETIC.get(packet)
+        if kind is None or len(args) != 2 or not self._can(made, args[0]) or not _combine(kind, *args):
+            return None
+        return self._call(kind, self._pool.empty(made.shape, made.dtype), *args)
 
     def _can(self, out: Tensor, a: Any) -> bool:
         """Whether there is a kernel that makes `out` of elements of `a`."""

@@ -174,8 +174,7 @@ class KernelNorm(Norm):
 
     def add(self, x: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
         own = summand.norm
-        is_known = own is None or isinstance(own, KernelNorm)
-        if len(summand.deltas) > 1 or len(summand.biases) > 1 or not is_known:
+        if len(summand.deltas) > 1 or len(summand.biases) > 1 or not isinstance(own, KernelNorm | None):
             return super().add(x, summand)
         (delta,), bias = summand.deltas, next(iter(summand.biases), None)
         assert x.is_contiguous() and delta.is_contiguous()
@@ -183,7 +182,7 @@ class KernelNorm(Norm):
         self._norm[x.dtype](
             self._at,
             x.data_ptr(),
-            own._at if isinstance(own, KernelNorm) else None,
+            None if own is None else own._at,
             delta.data_ptr(),
             address_of(bias),
             total.data_ptr(),

@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int SUMS = 4;  // independent ones, so that no addition waits for the one before
-constexpr long GROUP = 128;
+constexpr long GROUP = 128;  // `INT4_GROUP`
 
 struct Int4 {
     long inputs;
@@ -56,7 +56,7 @@ struct Group {
 INLINE Floats codes_of(const Int4& how, Floats scaled) { return min(max(round_even(scaled), Floats{}), all(how.most)); }
 
 void round_group(const Int4& how, const float* weights, long count, uint8_t* codes, float* scale_at, float* zero_at) {
-    const Group group(weights, count);  // of finite numbers alone; else its scale is no number
+    const Group group(weights, count);  // if not all of it are finite numbers, the scale is no number
     float best = __builtin_inff(), scale = __builtin_nanf(""), zero = 0.0f;
     for (long i = 0; i < how.count && group.has_all; i++) {
         const float tried = __builtin_fmaxf((group.high - group.low) * how.steps[i], how.least);
