@@ -116,9 +116,7 @@ class LayerCount:
 def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[Engine, pb.InfoReply]:
     """Join the other ranks and load this rank's share. Raises ValueError for a model that cannot be served so."""
     hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
-    sharing = config.num_sharing
-    if config.device == "cpu":
-        sharing = topology.settle(config.local_rank, config.num_sharing)  # before memory is taken and threads begin
+    sharing = _settle(config) if config.device == "cpu" else config.num_sharing
     with freed_at_once():
         is_ours = families.has(hf_config)
         loaded = _load_family(config, hf_config, choose) if is_ours else _load_fallback(config, hf_config, choose)
@@ -285,6 +283,13 @@ def _connect(config: ShardConfig, device: Device) -> Shard:
         config.num_sharing,
         queue,
     )
+
+
+def _settle(config: ShardConfig) -> int:
+    """How many ranks have this one's cores, of which it loads with its share: else all wait at every operator."""
+    sharing = topology.settle(config.local_rank, config.num_sharing)  # before memory is taken and threads begin
+    torch.set_num_threads(max(1, torch.get_num_threads() // sharing))
+    return sharing
 
 
 def _rounded_by(backend: Backend, quantised: Quantisation) -> Quantisation:
