@@ -23,10 +23,13 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import profile
 
 from server.ranks.host_sums import HostQueue
+
+Values = Sequence[Any] | NDArray[Any]  # numbers, in lists of lists where they have more than one dimension
 
 
 class Device(Protocol):
@@ -43,7 +46,7 @@ class Device(Protocol):
     def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
         """The dtypes that the device computes well. cpu_kernels: those for CPUs that are used, as `--cpu-kernels`."""
 
-    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
         """The values as a tensor of their shape on the device, without waiting for what the device is computing."""
 
     def stage(self, tensor: Tensor) -> Tensor:

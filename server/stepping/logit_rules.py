@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -311,7 +310,7 @@ def _scores(device: Device, bits: NDArray[np.uint8], vocabulary: Vocabulary) -> 
     """[U, Vl] what is added to the logits of this rank's tokens, from masks [U, ceil(V / 8)]; padding is forbidden."""
     first = vocabulary.start // 8
     bits = bits[:, first : -(-(vocabulary.start + vocabulary.width) // 8)]
-    uploaded = device.upload(cast(Sequence[Any], bits), torch.int32)  # torch takes arrays for sequences
+    uploaded = device.upload(bits, torch.uint8).int()
     bytes_ = torch.arange(256, device=uploaded.device).unsqueeze(1)
     of_byte = torch.zeros(256, 8, device=uploaded.device)
     of_byte.masked_fill_((bytes_ >> torch.arange(8, device=uploaded.device)) & 1 == 0, NEVER)

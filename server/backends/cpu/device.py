@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 from host.cgroups import available_bytes, cpu_quota
 from host.cpu_kinds import good_dtypes
 from host.topology import allowed_cpus, physical_cores
-from server.backends.device import HostCopies, bytes_of_slots, map_pages
+from server.backends.device import HostCopies, Values, bytes_of_slots, map_pages
 
 # Memory kept back, because the estimate of what is free cannot see the other programs' next moves.
 HEADROOM = 0.2
@@ -35,7 +35,7 @@ class CpuDevice:
     def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
         return {getattr(torch, name) for name in good_dtypes(cpu_kernels)}
 
-    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
     def stage(self, tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from server.backends.device import HostCopies, bytes_of_slots, map_pages
+from server.backends.device import HostCopies, Values, bytes_of_slots, map_pages
 
 # What torch's allocator cannot use of its memory, between pieces that are taken, on top of a step's peak.
 FRAGMENTATION = 0.1
@@ -60,8 +60,9 @@ class CudaDevice:
             good.add(torch.bfloat16)
         return good
 
-    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.torch_device, non_blocking=True)
+    def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
+        # Torch refuses to make a pinned tensor of an array at once.
+        return torch.tensor(values, dtype=dtype).pin_memory().to(self.torch_device, non_blocking=True)
 
     def stage(self, tensor: Tensor) -> Tensor:
         self.activate()  # the thread is not one that computes

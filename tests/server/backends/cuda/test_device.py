@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from server.arch.spec import ArchSpec
 from server.backends import choose
 from server.backends.cuda.device import HEADROOM_BYTES, CudaDevice
-from server.backends.device import PAGE_BYTES
+from server.backends.device import PAGE_BYTES, Values
 from server.backends.reference import ReferenceBackend
 
 GIB = 2**30
@@ -33,6 +35,17 @@ def test_some_memory_stays_free_beside_the_kv_cache(device: CudaDevice, fraction
 def test_what_is_left_is_all_that_is_left(device: CudaDevice) -> None:
     assert 30 * GIB == device.left_bytes(fraction=1.0, world_size=1, kv_bytes=0)
     assert 0 == device.left_bytes(fraction=0.05, world_size=1, kv_bytes=0)
+
+
+@pytest.mark.parametrize("values", [[[1, 2], [3, 255]], np.array([[1, 2], [3, 255]], np.uint8), []], ids=str)
+def test_numbers_and_arrays_are_uploaded_from_pinned_memory(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, values: Values
+) -> None:
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    device.torch_device = torch.device("cpu")  # here pinned memory cannot be had, but asking for it may be refused
+    found = device.upload(values, torch.uint8)
+    assert found is pinned[0] and torch.equal(torch.tensor(values, dtype=torch.uint8), found)
 
 
 def test_the_hosts_tier_pins_what_it_needs_and_gives_it_back(
