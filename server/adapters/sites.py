@@ -197,7 +197,7 @@ class Sites:
     def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
         """See `weights.Adapting`."""
         adapted = AdaptedNorm(norm, self.tokens, self.backend.device)
-        self.all.append(NormSite(adapted, names, weight, bias, offset))
+        self.all.append(NormSite(adapted, names, weight.cpu(), None if bias is None else bias.cpu(), offset))
         return adapted
 
     def read(self, key: bytes, folder: Path) -> list[Change]:

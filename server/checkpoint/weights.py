@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -301,8 +301,8 @@ class Piece:
     """The part of a linear layer's weight that a rank has, alone or one below another, and what the layer is called.
 
     names: in the checkpoint, one of them; first: where its outputs begin among those that are stored together; read:
-    reads ranges of the whole layer's rows with all inputs, [outputs, D] in float32; read_bias: what is added to these
-    outputs, likewise; None: nothing. Of a table of tokens, these are the outputs.
+    reads ranges of the whole layer's rows with all inputs, [outputs, D] in float32, on the host; read_bias: what is
+    added to these outputs, likewise; None: nothing. Of a table of tokens, these are the outputs.
     """
 
     role: str
@@ -551,19 +551,23 @@ class Weights:
         return Piece(role, self.all_names(role), size, [part], (0, size[1]), 0, partial(self._exact_table, role, size))
 
     def _exact_table(self, role: str, size: tuple[int, int], rows: Ranges) -> Tensor:
-        exact = replace(self, dtype=torch.float32)
+        exact = self._in_full()
         found = [exact.stored_table(role, size, part) for part in rows]
         return torch.cat([one if isinstance(one, Tensor) else one.dequantised().float() for one in found])
 
     def _exact(self, role: str, size: tuple[int, int], rows: Ranges, expert: int) -> Tensor:
         """Whole rows of a linear layer as it computes, in float32."""
-        stored = replace(self, dtype=torch.float32).linear(role, size, rows=rows, expert=expert)
+        stored = self._in_full().linear(role, size, rows=rows, expert=expert)
         return stored if isinstance(stored, Tensor) else stored.dequantised().float()
 
     def _exact_bias(self, role: str, size: int, rows: Ranges, expert: int) -> Tensor | None:
         if f"{self._name(role, expert)}.bias" not in self.checkpoint:
             return None
-        return replace(self, dtype=torch.float32).vector(role, size, suffix="bias", ranges=rows, expert=expert)
+        return self._in_full().vector(role, size, suffix="bias", ranges=rows, expert=expert)
+
+    def _in_full(self) -> Self:
+        """The same in float32 and on the host, where what an adapter changes is computed from it."""
+        return replace(self, dtype=torch.float32, device=torch.device("cpu"))
 
     def _quantised(self, format: Format, name: str, size: tuple[int, int]) -> Tensors | None:
         """The tensors of a linear layer of `size` that the format stores; None where the layer is dense."""

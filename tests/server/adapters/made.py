@@ -79,6 +79,32 @@ def make(
     return content_key(adapter)
 
 
+def make_of_all_kinds(folder: Path, adapter: Path) -> bytes:
+    """Write an adapter whose changes are computed from the model's own numbers; returns its key.
+
+    Of linear layers, by turns, one is lengthened (DoRA) and one trained whole; so are all biases, norms and tables.
+    """
+    noise = torch.Generator().manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    tensors: dict[str, Tensor] = {}
+    linear = [name for name, weight in sorted(weights.items()) if is_linear(name, weight)]
+    for place, name in enumerate(linear):
+        module, weight = f"base_model.model.{name.removesuffix('.weight')}", weights[name]
+        if place % 2:
+            tensors[f"{module}.weight"] = weight + torch.randn(weight.shape, generator=noise) * 0.05
+            continue
+        tensors[f"{module}.lora_A.weight"] = torch.randn(4, weight.shape[1], generator=noise) * 0.1
+        tensors[f"{module}.lora_B.weight"] = torch.randn(len(weight), 4, generator=noise) * 0.1
+        tensors[f"{module}.lora_magnitude_vector"] = weight.norm(dim=1) * 1.2
+    for name in weights.keys() - set(linear):
+        tensors[f"base_model.model.{name}"] = weights[name] * 1.1
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": ALPHA, "use_dora": True, "bias": "all"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": "all-linear"}))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, adapter / "adapter_model.safetensors")
+    return content_key(adapter)
+
+
 def dequantised(folder: Path, quantise: str, into: Path) -> Path:
     """The checkpoint whose dense linear layers, but for the head, are what quantising while loading makes of them."""
     dense = into / "dense"

@@ -1,8 +1,9 @@
 """A device that stands in for a GPU: it computes on the CPU, and refuses what would make a host wait for a GPU.
 
 Its tensors belong to a device of their own (PrivateUse1, torch's key for devices that it does not know) and keep their
-values in tensors of the host, so every operator on them comes through `Driver`. While a step is being launched, the
-driver refuses, naming the operator:
+values in tensors of the host, so every operator on them comes through `Driver`. Tensors of the device and of the host
+with dimensions are in no operator together, as on a GPU. While a step is being launched, the driver refuses, naming the
+operator:
 
 * copies between host and device that do not go through `upload` and `download`, because they come from memory that is
   not pinned: a tensor made with `device=`, an index that is a list, `t[3] = 5` and `t[ids] = 5`, which copy a number;
@@ -33,7 +34,7 @@ from torch.utils import backend_registration
 
 from server.arch.spec import ArchSpec
 from server.backends.cpu.device import CpuDevice
-from server.backends.device import map_pages
+from server.backends.device import Values, map_pages
 from server.backends.protocol import Attention, Computation, GraphCapture, Rotation, Scores, StepMeta, split_heads
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.attention import BatchedAttention, StoringAttention, rotate
@@ -132,10 +133,13 @@ class Driver:
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Any operator on the device's tensors."""
-        if self.forbids or self.recording is not None:
+        may_wait = not self.forbids and self.recording is None
+        if not may_wait:
             self._check(op, args)
         if op is aten._copy_from.default:
             return self._copy(*args)
+        if not (may_wait and op in INDEXING):  # whose indices are copied
+            _refuse_mixed(op, args)
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("cpu")
         return self._run(op, _with_tensors(op, args), kwargs)
@@ -205,18 +209,23 @@ class Driver:
 
     def _check(self, op: Any, args: Any) -> None:
         """Raise for what makes the host wait."""
-        tensors = [t for t in leaves(args) if isinstance(t, Tensor)]
-        at_host = [t for t in tensors if not isinstance(t, DeviceTensor)]
         if op is aten._copy_from.default:
-            if at_host:
+            if _of_host(args):
                 raise Refused(f"{op} copies between host and device memory that is not pinned, and waits")
             return
         if op in INDEXING:
             _check_indexing(op, args)
         elif TAGS & set(op.tags):
             raise Refused(f"{op} waits for what the device has computed")
-        if any(t.dim() for t in at_host):
-            raise Refused(f"{op} is given a tensor of the host among those of the device")
+
+
+def _of_host(args: Any) -> list[Tensor]:
+    return [t for t in leaves(args) if isinstance(t, Tensor) and not isinstance(t, DeviceTensor)]
+
+
+def _refuse_mixed(op: Any, args: Any) -> None:
+    if any(t.dim() for t in _of_host(args)):
+        raise Refused(f"{op} is given a tensor of the host among those of the device")
 
 
 def _with_tensors(op: Any, args: Any) -> Any:
@@ -318,7 +327,7 @@ class StandInDevice:
     def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
         return {torch.float32}
 
-    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+    def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
         self.driver.refuse_in_capture("something is uploaded")
         self.uploads += 1
         return on_device(torch.tensor(values, dtype=dtype))

@@ -266,6 +266,23 @@ def test_neither_placing_adapters_nor_their_steps_wait(checkpoints: Checkpoints,
     assert results(expected) == results(found)
 
 
+@pytest.mark.parametrize("case", ["bloom", "llama", "gpt_neox"])
+def test_changes_that_are_computed_from_the_model_are_those_of_the_reference(
+    checkpoints: Checkpoints, tmp_path: Path, case: str
+) -> None:
+    """Adapters are read on the host, which shares no operator with a device."""
+    folder, _ = checkpoints(case)
+    key = made.make_of_all_kinds(folder, tmp_path / "adapter")
+    engines = [load_engine(folder, backend=backend, adapters=1, warms_up=False) for backend in (None, StandInBackend())]
+    for engine in engines:
+        assert engine.adapters is not None
+        engine.adapters.prepare(key, tmp_path / "adapter")
+        engine.adapters.place([(1, key)])
+    expected, found = (generate(engine, [replace(p, adapter=1) for p in again(PLAIN)]) for engine in engines)
+    assert results(expected) == results(found)
+    assert results(expected) != results(generate(engines[0], again(PLAIN)))
+
+
 def test_no_step_waits_but_for_what_is_proposed(checkpoints: Checkpoints) -> None:
     """A draft model's passes wait for nothing either; what they chose is read, as a step's tokens are."""
     settings = {"speculative_model": str(DEMO)}
