@@ -35,8 +35,8 @@ from server.backends.protocol import GroupedLinear, Maximum
 from server.backends.reference.linear import Gate, activated
 from server.quantisation.stored import QuantisedWeight, RoundedInputs
 
-# Rows from which a gate is an operator of its own: the kernel's tiles have no room for both halves of so many.
-UNGATED_ROWS = 256
+# Rows above which a gate is an operator of its own: the kernel's tiles have no room for both halves of so many.
+MOST_GATED_ROWS = 256
 # `torch._int_mm` wants more rows than this, and features in such units; so does `torch._scaled_mm`.
 LEAST_ROWS, UNIT = 17, 16
 # Rows up to which the ways to compute are timed.
@@ -138,10 +138,10 @@ class CudaQuantised:
     ) -> Tensor:
         """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
         epilogue, taken = Epilogue(bias, activation, residual), self.inputs(x)
-        ways = self.ways(len(x))
-        if len(ways) == 1 or len(x) > MOST_MEASURED_ROWS:
+        rows = 1 << max(len(x) - 1, 0).bit_length()  # the next power of two, which decides alone: see `choice.py`
+        ways = self.ways(rows)
+        if len(ways) == 1 or rows > MOST_MEASURED_ROWS:
             return ways[0](taken, epilogue, x.dtype)
-        rows = 1 << max(len(x) - 1, 0).bit_length()  # the next power of two
         packed = self.packed
         has = bias is not None, activation, residual is not None, packed.zero is not None, packed.levels is not None
         layout = packed.bits, packed.part, packed.group_parts, packed.input_parts
@@ -158,7 +158,7 @@ class CudaQuantised:
         return self._multiplied(self.inputs(x), Epilogue(bias), dtype)
 
     def ways(self, rows: int) -> Sequence[Way]:
-        """What computes so many rows, the usual way first."""
+        """What computes up to so many rows, a power of two: the usual way first."""
         packed = self.packed
         kernels: list[Way] = [partial(self.by_kernel, tiling=tiling) for tiling in self.tilings(rows)]
         if self.operator is None or rows < LEAST_ROWS:
@@ -174,14 +174,14 @@ class CudaQuantised:
 
     def tilings(self, rows: int) -> list[Tiling]:
         """Those of the kernel for so many rows, the usual one first."""
-        is_gated = self._is_gated and rows < UNGATED_ROWS
+        is_gated = self._is_gated and rows <= MOST_GATED_ROWS
         has_levels = self.packed.levels is not None
         return list(packed_tilings(rows, self.packed.step, self._dtype, is_gated=is_gated, has_levels=has_levels))
 
     def by_kernel(
         self, taken: Taken, epilogue: Epilogue, dtype: torch.dtype, *, tiling: Tiling | None = None
     ) -> Tensor:
-        if not (self._is_gated and len(taken[0]) >= UNGATED_ROWS):
+        if not (self._is_gated and len(taken[0]) > MOST_GATED_ROWS):
             return self._multiplied(taken, epilogue, dtype, tiling=tiling, is_gated=self._is_gated)
         return self._gated(self._multiplied(taken, Epilogue(epilogue.bias), dtype, tiling=tiling), epilogue)
 
@@ -268,7 +268,7 @@ class CudaGroupedQuantised:
     ) -> Tensor:
         """x [T, D] → activation(x @ weightᵀ + bias) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1."""
         taken, scale = self._inputs(x, ends)
-        is_gated = self._is_gated and activation is not None and len(x) < UNGATED_ROWS * len(ends)
+        is_gated = self._is_gated and activation is not None and len(x) <= MOST_GATED_ROWS * len(ends)
         y = multiply_packed(
             taken,
             self._weights,

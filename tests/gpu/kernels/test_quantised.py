@@ -75,6 +75,7 @@ def layer_of(kind: str, shape: LayerShape) -> Any:
 @pytest.mark.parametrize("kind", ["W8A8", "fp8"])
 def test_torchs_operator_equals_the_kernel(kind: str, rows: int) -> None:
     from server.backends.cuda.kernels.linear import Epilogue
+    from server.backends.cuda.quantised import MOST_GATED_ROWS
 
     for is_gated in (False, True):
         layer = layer_of(kind, LayerShape(1024, 2048, is_gated))
@@ -83,7 +84,7 @@ def test_torchs_operator_equals_the_kernel(kind: str, rows: int) -> None:
         assert layer.operator is not None
         found = [way(taken, epilogue, torch.bfloat16) for way in (layer.by_kernel, layer.by_torch)]
         close(found[0].float(), found[1], torch.bfloat16)
-        if kind == "W8A8":
+        if kind == "W8A8" and not (is_gated and rows > MOST_GATED_ROWS):  # whose gate follows a sum that was rounded
             assert torch.equal(*found)
 
 
