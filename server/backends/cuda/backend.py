@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-untyped, import-not-found"
 """`CudaBackend`: what the reference backend does, with kernels of its own. Importing it imports Triton."""
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from server.arch.spec import ArchSpec
 from server.backends.cuda.adapters import CudaAdapted
@@ -64,7 +66,7 @@ class CudaBackend(ReferenceBackend):
         super().__init__(device)
         self.logits = KernelLogits()
         clock = EventClock(device.torch_device) if measures and dtype != torch.float32 else None
-        self._chooser = Chooser(clock)
+        self._chooser = Chooser(clock, (RuntimeError, TritonError))
         is_older = device.torch_device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) < (9, 0)
         self._products = Products(self._chooser, has_grouped_mm=not is_older, shares=Shares.read())
         self._dtype = dtype

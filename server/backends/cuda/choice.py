@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from server.backends.cuda.graph import CudaGraphCapture
+from server.backends.device import lost_device
 from server.backends.protocol import Computation
 
 # Another way must take less than this share of the usual one's time.
@@ -55,11 +56,13 @@ class Alternatives:
 class Chooser:
     """Chooses among ways to compute something, by their times. clock: None never to measure.
 
-    found: a sentence about each choice.
+    refusals: what a way raises that cannot compute something, of torch and of the compiler of kernels. Where that is
+    not the usual way, another one is taken. found: a sentence about each choice.
     """
 
-    def __init__(self, clock: Clock | None):
+    def __init__(self, clock: Clock | None, refusals: tuple[type[Exception], ...] = (RuntimeError,)):
         self._clock = clock
+        self._refusals = refusals
         self._is_measuring = False
         self._chosen: dict[Hashable, int] = {}
         self.found: list[str] = []
@@ -85,17 +88,28 @@ class Chooser:
             return self._chosen[key]
         if self._clock is None or not self._is_measuring or not self._clock.can_time():
             return 0
-        times = [self._clock(trial) for trial in trials()]
+        usual, *others = trials()
+        times = [self._clock(usual), *(self._time(self._clock, other) for other in others)]
         fastest = min(range(len(times)), key=times.__getitem__)
         self._chosen[key] = fastest if times[fastest] < CLEARLY_FASTER * times[0] else 0
         if asked is not None:
             self.found.append(_sentence(asked(), times, self._chosen[key]))
         return self._chosen[key]
 
+    def _time(self, clock: Clock, trial: Trial) -> float:
+        """How long a trial takes, in milliseconds; for ever where it refuses. Raises what means a lost device."""
+        try:
+            return clock(trial)
+        except self._refusals as error:
+            if lost_device(error) is not None:
+                raise
+            return math.inf
+
 
 def _sentence(asked: Alternatives, times: Sequence[float], chosen: int) -> str:
     """times: of each way, in milliseconds. Nothing was in the GPU's caches: so GB/s are those of its memory."""
-    ways = [f"{name} {time * 1e3:.1f} us" for name, time in zip(asked.ways, times, strict=True)]
+    took = ["refuses" if time == math.inf else f"{time * 1e3:.1f} us" for time in times]
+    ways = [f"{name} {taken}" for name, taken in zip(asked.ways, took, strict=True)]
     rate = asked.num_bytes / 1e6 / times[chosen] if times[chosen] else 0.0  # a clock may see nothing of it
     others = ways[:chosen] + ways[chosen + 1 :]
     return f"{asked.product}: {ways[chosen]}, {rate:.0f} GB/s" + (f" ({', '.join(others)})" if others else "")

@@ -65,6 +65,23 @@ def test_the_usual_way_is_kept_unless_another_one_is_clearly_faster() -> None:
         assert 0 == chooser.choose("a shape", trials("usual", "other"))
 
 
+def refuse(sentence: str) -> object:
+    raise RuntimeError(sentence)
+
+
+def test_a_way_that_refuses_is_not_taken_and_costs_nothing_else() -> None:
+    chooser = Chooser(FakeClock(usual=0.05))
+    asked = Alternatives("a shape", ["kernel", "torch._scaled_mm"], 100_000_000)
+    with chooser.measuring():
+        ways: list[Trial] = [lambda: "usual", lambda: refuse("not for this GPU")]
+        assert 0 == chooser.choose("a shape", lambda: ways, lambda: asked)
+        assert ["a shape: kernel 50.0 us, 2000 GB/s (torch._scaled_mm refuses)"] == chooser.found
+        with pytest.raises(RuntimeError, match="the usual way"):  # beside which there may be none
+            chooser.choose("b", lambda: [lambda: refuse("the usual way"), lambda: "usual"])
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            chooser.choose("c", lambda: [lambda: "usual", lambda: refuse("CUDA error: an illegal memory access")])
+
+
 def test_nothing_is_measured_while_serving_nor_inside_a_capture() -> None:
     clock = FakeClock(usual=3.0, fast=1.0)
     chooser = Chooser(clock)
