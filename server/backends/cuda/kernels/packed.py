@@ -227,14 +227,15 @@ def _multiply_packed(
     up = tl.zeros((FEATURES, ROWS), total_type if IS_ONE else tl.float32)
     per_split = tl.cdiv(steps, SPLITS)
     last = tl.minimum((split + 1) * per_split, steps)
-    where = feature
+    where, present = feature, real
     if GROUP_PARTS > 0:
         where += split * per_split * PARTS // GROUP_PARTS * outputs
+        present &= split * per_split < steps  # the last split may be left without a step
     # Too few bytes to be loaded ahead by the pipeline: each step loads those of the next.
-    next_scale, next_zero = _of_features(scale, zero, where, real)
+    next_scale, next_zero = _of_features(scale, zero, where, present)
     next_up_scale, next_up_zero = next_scale, next_zero
     if IS_GATED:
-        next_up_scale, next_up_zero = _of_features(scale, zero, where + features, real)
+        next_up_scale, next_up_zero = _of_features(scale, zero, where + features, present)
     for step in range(split * per_split, last):
         place = tl.cast(step, tl.int64) * step_stride
         raw = tl.load(codes + place + near, mask=real[:, None], other=0.0)

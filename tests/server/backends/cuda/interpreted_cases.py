@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from triton.language import core
@@ -50,6 +51,63 @@ def check_model(case: str, folder: Path, sizes: dict[str, Any], **stored: str) -
 def quick_calls() -> Iterator[None]:
     """The tests of a module interpret as quickly as they can."""
     with quick_interpreter():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def inside() -> Iterator[None]:
+    """No kernel of a module reads or writes what it was not given; those of adapters find it in tables of addresses."""
+    with checked_addresses():
+        yield
+
+
+class Bounds:
+    """The memory that a launch was given: the whole storage of each tensor."""
+
+    def __init__(self, tensors: Iterable[object]):
+        storages = (one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor))
+        ranges = np.array(sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages}), np.uint64)
+        self._begins, self._ends = ranges.reshape(-1, 2).T
+
+    def check(self, pointers: Any, mask: Any) -> None:
+        """Raises AssertionError unless each element that the mask wants is in one of the tensors."""
+        wanted = pointers.data[np.broadcast_to(mask.data != 0, pointers.data.shape)]
+        if not wanted.size:
+            return
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        place = np.searchsorted(self._begins, wanted, "right") - 1
+        is_inside = (place >= 0) & (wanted + size <= self._ends[place])
+        assert is_inside.all(), f"{(~is_inside).sum()} of {wanted.size} elements are in no tensor of the launch"
+
+
+@contextmanager
+def checked_addresses() -> Iterator[None]:
+    """What a GPU would answer with an illegal address at best, and with anything at worst, ends the launch."""
+    builder = interpreter.interpreter_builder
+    bounds = Bounds([])
+
+    def init_args(executor: Any, args: Sequence[object], kwargs: dict[str, object]) -> Any:
+        nonlocal bounds
+        found = prepare(executor, args, kwargs)
+        bounds = Bounds([*found[0], *found[1].values()])
+        return found
+
+    def checked(method: str, mask_at: int, pointers_at: int = 0) -> Any:
+        original = getattr(builder, method)
+
+        def call(*args: Any) -> object:
+            bounds.check(args[pointers_at], args[mask_at])
+            return original(*args)
+
+        return patch.object(builder, method, call)
+
+    prepare = interpreter.GridExecutor._init_args_hst
+    with (
+        patch.object(interpreter.GridExecutor, "_init_args_hst", init_args),
+        checked("create_masked_load", 1),
+        checked("create_masked_store", 2),
+        checked("create_atomic_rmw", 3, 1),
+    ):
         yield
 
 

@@ -14,7 +14,7 @@ import torch
 
 from server.arch.spec import Activation, Scoring
 from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Float8E5M2, Int8, KvFormat
-from tests.server.backends.cuda.interpreted_cases import check_model, interpreted_backend, quick_calls
+from tests.server.backends.cuda.interpreted_cases import check_model, inside, interpreted_backend, quick_calls
 from tests.server.backends.cuda.kernel_cases import (
     CASES,
     LATENT_CASES,
@@ -36,7 +36,7 @@ from tests.server.backends.recurrence_cases import CASES as RECURRENCES
 from tests.server.backends.recurrence_cases import Case as RecurrenceCase
 from tests.server.backends.recurrence_cases import Rule, check_cuts, check_steps, meta_of
 
-__all__ = ["quick_calls"]
+__all__ = ["inside", "quick_calls"]
 
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = [

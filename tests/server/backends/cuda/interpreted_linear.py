@@ -16,7 +16,7 @@ from server.arch.spec import Activation
 from server.backends.cuda.choice import Chooser
 from server.backends.reference.linear import stock_gate
 from tests.combinations import by_turns
-from tests.server.backends.cuda.interpreted_cases import quick_calls
+from tests.server.backends.cuda.interpreted_cases import inside, quick_calls
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, in_suite
 from tests.server.backends.cuda.linear_cases import (
     ACTIVATED,
@@ -33,7 +33,7 @@ from tests.server.backends.cuda.linear_cases import (
     products,
 )
 
-__all__ = ["quick_calls"]
+__all__ = ["inside", "quick_calls"]
 
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")

@@ -16,7 +16,7 @@ from server.backends.reference.logits import StockLogits
 from server.ranks.collectives import Shard
 from tests.combinations import all_pairs, by_turns
 from tests.server.backends.cuda import logit_ranks
-from tests.server.backends.cuda.interpreted_cases import quick_calls
+from tests.server.backends.cuda.interpreted_cases import inside, quick_calls
 from tests.server.backends.cuda.logit_cases import (
     KERNELS,
     WIDTHS,
@@ -30,7 +30,7 @@ from tests.server.backends.cuda.logit_cases import (
     logits_of,
 )
 
-__all__ = ["quick_calls"]
+__all__ = ["inside", "quick_calls"]
 
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = [

@@ -29,7 +29,7 @@ from server.backends.reference.quantised import QuantisedFormat
 from server.quantisation.random_weight import noise
 from server.quantisation.stored import RoundedInputs
 from tests.combinations import by_turns
-from tests.server.backends.cuda.interpreted_cases import check_model, interpreted_backend, quick_calls
+from tests.server.backends.cuda.interpreted_cases import check_model, inside, interpreted_backend, quick_calls
 from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, in_suite
 from tests.server.backends.cuda.linear_cases import products
 from tests.server.backends.cuda.quantised_cases import (
@@ -43,7 +43,7 @@ from tests.server.backends.cuda.quantised_cases import (
     check_weight_only,
 )
 
-__all__ = ["quick_calls"]
+__all__ = ["inside", "quick_calls"]
 
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -78,8 +78,9 @@ IN_32_BITS = [
     "int2",
     "int8 in groups out of order",
     "int8, odd inputs",
+    "int4, divided, not all have a part",
 ]
-IN_16_BITS = ["int4 in groups of 128", "int4, zeros in fractions", "nf4, cut", "int3"]
+IN_16_BITS = ["int4 in groups of 128", "int4, zeros in fractions", "nf4, cut", "int3", "nf4, divided"]
 
 
 @pytest.mark.parametrize("name", in_suite(IN_32_BITS, [case.name for case in WEIGHT_ONLY]))

@@ -96,6 +96,11 @@ WEIGHT_ONLY = [
     WeightCase("int4, odd inputs", group=0, zero="fixed", num_inputs=77),
     WeightCase("levels in groups of 16", group=16, has_levels=True),
     WeightCase("levels in groups of 32", has_levels=True),
+    # So many that they are divided among programs: 16 steps, and 33, of which the last of eight programs has none.
+    WeightCase("int4, divided", group=128, zero="each", num_inputs=2048),
+    WeightCase("int4, zeros in fractions, divided", zero="fractions", num_inputs=2048),
+    WeightCase("nf4, divided", group=64, has_levels=True, num_inputs=2048),
+    WeightCase("int4, divided, not all have a part", group=128, zero="each", features=32, num_inputs=4224),
 ]
 INT8 = each_token(torch.int8)
 ROUNDED = [
@@ -115,6 +120,7 @@ ROUNDED = [
     WeightCase("fp8, at most", bits=8, group=0, kind="float8", inputs=each_token(FLOAT8, most=torch.tensor(0.004))),
     WeightCase("fp8, fixed", bits=8, group=0, kind="float8", inputs=each_token(FLOAT8, scale=torch.tensor(0.01))),
     WeightCase("fp8, blocks", bits=8, group=128, kind="float8", inputs=each_token(FLOAT8, group=128), num_inputs=320),
+    WeightCase("w8a8, divided", bits=8, group=0, kind="signed", inputs=INT8, num_inputs=2048),
 ]
 # The part that a rank has of a layer whose inputs are divided.
 CUT = [
