@@ -70,7 +70,7 @@ def decode_head(
     position = tl.load(positions + sequence).to(tl.int32)
     reach = tl.load(visible + sequence).to(tl.int32)
     stored = tl.maximum(reach - 1, 0) if IS_NEW else reach
-    first, last = keys_of_split(position, stored, WINDOW, CHUNK, TILE)
+    first, last, used = keys_of_split(position, stored, WINDOW, CHUNK, TILE)
     table = tables + sequence * table_stride
     keys = first + tl.arange(0, TILE)
     blocks = load_blocks(table, keys, keys < last, BLOCK_SIZE)
@@ -158,6 +158,7 @@ def decode_head(
         acc_of_all,
         best_of_all[:, None],
         total_of_all[:, None],
+        used,
         KV_HEADS,
         HEAD_DIM,
         HEAD_PAD,

@@ -360,7 +360,7 @@ def _decode_rows(
     source = q + sequence * q_stride + heads * WIDTH
     queries, turned = _load_queries(source, heads < HEADS, WIDTH, RANK, RANK_PAD, REST_PAD)
     seen = tl.load(visible + sequence).to(tl.int32)
-    first, last = keys_of_split(seen - 1, seen, 0, 0, KEYS)
+    first, last, used = keys_of_split(seen - 1, seen, 0, 0, KEYS)
     acc, best, total = _walk(
         queries,
         turned,
@@ -394,6 +394,7 @@ def _decode_rows(
         acc,
         best,
         total,
+        used,
         HEADS,
         RANK,
         RANK_PAD,

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 """A sequence's keys in parts, for decodes: which keys a program owns, and how the parts are put together.
 
-The parts of some heads of a sequence are computed by as many programs, the third axis of the grid. Each writes the
-normalised mean of its values and the logarithm of its sum, then counts itself as arrived. The one that finds all others
-arrived combines the parts and sets the count back to zero for the next launch: a launch of its own would cost a decode
-more than that work. Nobody waits for anybody, so programs may run in any order, and one after the other.
+The parts of some heads of a sequence are computed by as many programs, the third axis of the grid, or by fewer, where
+the sequence is short: the others have nothing to do. Each writes the normalised mean of its values and the logarithm of
+its sum, then counts itself as arrived. The one that finds all others arrived combines the parts and sets the count back
+to zero for the next launch: a launch of its own would cost a decode more than that work. Nobody waits for anybody, so
+programs may run in any order, and one after the other.
 
 What the last program reads, the others wrote: the barrier puts the writes of all threads of a program before its count,
 which releases them, and the last count acquires them. The loads pass by the first-level cache, which is not coherent.
@@ -68,15 +69,20 @@ def combined_at_once(members: int, head_pad: int) -> int:
 
 @triton.jit
 def keys_of_split(position, visible, WINDOW: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """Half-open range of this program's keys, whole tiles but for the sequence's last; empty beyond the last."""
+    """Half-open range of this program's keys, whole tiles but for the sequence's last, and how many programs have any.
+
+    At least one has, though it were none. A part takes about as long to combine as a tile to compute, so that there are
+    no more parts than each has tiles where that is enough: both follow each other.
+    """
     begin = 0
     if WINDOW:
         begin = tl.maximum(position + 1 - WINDOW, 0)
     if CHUNK:
         begin = tl.maximum(begin, position - position % CHUNK)
-    size = tl.cdiv(tl.cdiv(visible - begin, TILE), tl.num_programs(2)) * TILE
-    first = begin + tl.program_id(2) * size
-    return first, tl.minimum(first + size, visible)
+    tiles = tl.maximum(tl.cdiv(visible - begin, TILE), 1)
+    each = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), tl.sqrt(tiles.to(tl.float32)).to(tl.int32))
+    first = begin + tl.program_id(2) * each * TILE
+    return first, tl.minimum(first + each * TILE, visible), tl.cdiv(tiles, each)
 
 
 @triton.jit
@@ -91,6 +97,7 @@ def finish_split(
     acc,
     best,
     total,
+    used,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -100,7 +107,8 @@ def finish_split(
 ):
     """Write what this program found for the heads `first_head` … `end_head` - 1, of ROWS at most.
 
-    acc: [ROWS, HEAD_PAD], best and total: [ROWS, 1]. Without a key, that is 0 with a weight of nothing.
+    acc: [ROWS, HEAD_PAD], best and total: [ROWS, 1]. Without a key, that is 0 with a weight of nothing. used: programs
+    that have keys, as of `keys_of_split`.
     """
     sequence = tl.program_id(0).to(tl.int64)
     heads = first_head + tl.arange(0, ROWS)[:, None]
@@ -111,16 +119,17 @@ def finish_split(
         target = out + (sequence * HEADS + heads) * HEAD_DIM + features
         whole = with_sink(total, sinks, heads, heads < end_head, best)
         tl.store(target, (acc / whole).to(out.dtype.element_ty), mask=kept)
-    else:
+    elif tl.program_id(2) < used:
         row = (sequence * HEADS + heads) * tl.num_programs(2) + tl.program_id(2)
         tl.store(parts + row * HEAD_DIM + features, acc / total, mask=kept)
         tl.store(log_sums + row, best + tl.log2(total), mask=heads < end_head)
         tl.debug_barrier()
         arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
         before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-        if before == tl.num_programs(2) - 1:
+        if before == used - 1:
             _combine(
-                out, parts, log_sums, sinks, sequence, first_head, end_head, HEADS, HEAD_DIM, HEAD_PAD, MEMBERS, AT_ONCE
+                *(out, parts, log_sums, sinks, sequence, first_head, end_head, used),
+                *(HEADS, HEAD_DIM, HEAD_PAD, MEMBERS, AT_ONCE),
             )
             tl.store(arrival, 0)
 
@@ -134,13 +143,14 @@ def _combine(
     sequence,
     first_head,
     end_head,
+    used,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     MEMBERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Weigh the parts [S, N, splits, H] of some heads of one sequence by the sums of their softmaxes."""
+    """Weigh the first `used` parts [S, N, splits, H] of some heads of one sequence by the sums of their softmaxes."""
     splits = tl.num_programs(2)
     heads = first_head + tl.arange(0, MEMBERS)[None, :, None]
     features = tl.arange(0, HEAD_PAD)[None, None, :]
@@ -149,9 +159,9 @@ def _combine(
     best = tl.full([AT_ONCE, MEMBERS, 1], LOWEST, tl.float32)
     total = tl.zeros([AT_ONCE, MEMBERS, 1], tl.float32)
     acc = tl.zeros([AT_ONCE, MEMBERS, HEAD_PAD], tl.float32)
-    for start in range(0, splits, AT_ONCE):
+    for start in range(0, used, AT_ONCE):
         split = start + tl.arange(0, AT_ONCE)[:, None, None]
-        known = is_head & (split < splits)
+        known = is_head & (split < used)
         part = row * splits + split
         sums = tl.load(log_sums + part, mask=known, other=LOWEST, cache_modifier=".cg")
         loaded = known & (features < HEAD_DIM)
