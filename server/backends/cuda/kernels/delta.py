@@ -20,6 +20,8 @@ from server.backends.protocol import DeltaWeights, StepMeta
 from server.backends.reference.delta import TINY, StockDelta
 
 COLUMNS = 32  # of a memory, that a program has
+# Tokens, with the one that is computed, whose numbers are under way: the memory answers after longer than one takes.
+AHEAD: tl.constexpr = tl.constexpr(3)
 
 
 class FusedDelta(StockDelta):
@@ -91,7 +93,7 @@ def _recur(
         is_known = tl.load(positions + first) > 0
         memory = tl.load(at, mask=inside & is_known, other=0.0)
         speed, bias = tl.load(decay + head), tl.load(step_bias + head)
-        for token in range(first, last):
+        for token in tl.range(first, last, num_stages=AHEAD):
             channels = mixed + token * CHANNELS
             key_at = (head // (HEADS // KEY_HEADS)) * KEY_DIM + keys
             q = tl.load(channels + key_at, mask=has_key, other=0.0)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.backends.cuda.kernels.convolution import Convolution, places_of, run_of
-from server.backends.cuda.kernels.delta import softplus
+from server.backends.cuda.kernels.delta import AHEAD, softplus
 from server.backends.protocol import MambaWeights, StepMeta
 from server.backends.reference.mamba import StockMamba
 
@@ -92,7 +92,7 @@ def _recur_mamba(
         inner = HEADS * HEAD_DIM
         value_at = head * HEAD_DIM + values
         key_at = inner + (head // (HEADS // GROUPS)) * KEY_DIM + keys
-        for token in range(first, last):
+        for token in tl.range(first, last, num_stages=AHEAD):
             channels = mixed + token * (inner + 2 * GROUPS * KEY_DIM)
             x = tl.load(channels + value_at, mask=has_value, other=0.0)
             k = tl.load(channels + key_at, mask=has_key, other=0.0)
