@@ -30,8 +30,9 @@ from server.stepping import cache
 from server.stepping.cache import KVShape
 from server.stepping.engine import LEAST_SEQUENCES, Engine, StepResult
 
-# Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
-ROWS_OF_KERNELS = (16, 32, 64, 128)
+# Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`);
+# with twice the most of a tile, the inputs of some are divided among fewer programs.
+ROWS_OF_KERNELS = (16, 32, 64, 128, 256)
 # Likewise in steps with adapters: few rows, some, and so many that products are rounded.
 ROWS_WITH_ADAPTERS = (8, 16, 512)
 DECODING_S = 1.0  # in which a GPU's clocks are read
@@ -174,7 +175,7 @@ def warm_up(
     captured = _captured(engine, time.monotonic() - began)
     _take_first_steps(engine)
     if engine.device.measures_memory:
-        _compile_kernels(engine, min(prefill_tokens, total_tokens))
+        _compile_kernels(engine, min(prefill_tokens, total_tokens), top_n_tokens)
     clocks = engine.device.clocks(partial(_decode_for, DECODING_S, engine, total_tokens)) if _has_clocks(engine) else ""
     times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
@@ -304,22 +305,25 @@ def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False) -> pb.StepR
     return request
 
 
-def _compile_kernels(engine: Engine, most: int) -> None:
+def _compile_kernels(engine: Engine, most: int, top_n_tokens: int) -> None:
     """Compute prompts of as many tokens, up to `most`, as there are kernels for products of so many rows.
 
-    What is not captured compiles them at its first use, for seconds, in which a step would count as hung.
+    Then prompts with each number of candidates, up to `top_n_tokens`. What is not captured compiles kernels at its
+    first use, for seconds, in which a step would count as hung.
     """
     for length in (length for length in ROWS_OF_KERNELS if length <= most):
         _compute_prompt(engine, length)
+    for candidates in range(1, top_n_tokens + 1):
+        _compute_prompt(engine, 1, top_n_tokens=candidates)
     if engine.adapters is not None:
         with engine.adapters.rehearsing() as row:
             for length in (length for length in ROWS_WITH_ADAPTERS if length <= most):
                 _compute_prompt(engine, length, row)
 
 
-def _compute_prompt(engine: Engine, length: int, adapter: int = 0) -> None:
+def _compute_prompt(engine: Engine, length: int, adapter: int = 0, top_n_tokens: int = 0) -> None:
     """Compute a prompt, and forget it. adapter: its row."""
-    request = ProfileRun([length], engine.has_encoder).request(top_n_tokens=0)
+    request = ProfileRun([length], engine.has_encoder).request(top_n_tokens)
     request.add[0].prompt_logprobs = False
     request.add[0].adapter = adapter
     _step(engine, request)

@@ -58,7 +58,7 @@ def summarise_parts(logits, row_stride, best_values, best_ids, totals, V, n, PAR
         tl.store(best_ids + place * n + i, id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def summarise_rows(
     best_values,
     best_ids,
