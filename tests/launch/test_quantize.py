@@ -49,7 +49,7 @@ def started(arguments: Sequence[str], **more: str) -> subprocess.Popen[str]:
 @pytest.mark.rest
 def test_the_embedded_model_becomes_a_checkpoint_that_is_served_as_told(text: Path, tmp_path: Path) -> None:
     """Three processes deep, as people call it."""
-    arguments = ["--bits", "2", "--num-samples", "8", "--sample-tokens", "128"]
+    arguments = ["--bits", "2", "--num-samples", "16", "--sample-tokens", "128"]
     job = started([str(DEMO), "--output", str(tmp_path / "made"), "--text", str(text), *arguments])
     out, err = job.communicate(timeout=300)
     assert 0 == job.returncode, err

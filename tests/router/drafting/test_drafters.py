@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.drafting.drafter import LONG, RESUMED, NgramDrafter
@@ -18,6 +18,12 @@ TEXTS = st.integers(1, 4).flatmap(lambda most: st.lists(st.integers(0, most), ma
 def match_at(text: Sequence[int], place: int) -> int:
     """How many tokens before the place are those at the text's end."""
     return max(n for n in range(min(place, MOST_MATCH) + 1) if text[place - n : place] == text[len(text) - n :])
+
+
+def has_long_match(text: Sequence[int]) -> bool:
+    """Whether any of the text's beginnings ends with so much that occurred before that its place is remembered."""
+    beginnings = (text[:length] for length in range(len(text) + 1))
+    return any(match_at(one, place) >= LONG for one in beginnings for place in range(LONG, len(one)))
 
 
 def latest_places(text: Sequence[int]) -> list[int]:
@@ -35,9 +41,9 @@ def continued(text: Sequence[int], place: int, most: int) -> tuple[int, ...]:
 
 
 @given(TEXTS, st.lists(st.lists(st.integers(0, 4), max_size=5), max_size=10), st.integers(1, 9))
+@example([0, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0], [[0, 0, 0, 0]], 1)  # a long match comes and goes within a piece
 def test_the_latest_longest_match_goes_on(prompt: list[int], pieces: list[list[int]], most: int) -> None:
     drafter, text = NgramDrafter(prompt), list(prompt)
-    has_long = False
     for piece in [[], *pieces]:
         drafter.extend(piece)
         text += piece
@@ -45,7 +51,7 @@ def test_the_latest_longest_match_goes_on(prompt: list[int], pieces: list[list[i
         longest = max((match_at(text, place) for place in places), default=0)
         guess = drafter.guess(most)
         assert longest <= guess.match
-        if not (has_long := has_long or longest >= LONG):
+        if not has_long_match(text):
             best = next((place for place in places if match_at(text, place) == longest), None)
             assert (() if best is None else continued(text, best, most)) == guess.token_ids
         elif guess.match:
