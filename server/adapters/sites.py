@@ -19,6 +19,7 @@ from server.adapters.adapters import Change
 from server.adapters.changes import Changes
 from server.adapters.files import AdapterFiles
 from server.adapters.names import plain_name
+from server.backends.device import HOST
 from server.backends.protocol import (
     AdaptedExperts,
     AdaptedLinear,
@@ -197,7 +198,7 @@ class Sites:
     def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
         """See `weights.Adapting`."""
         adapted = AdaptedNorm(norm, self.tokens, self.backend.device)
-        self.all.append(NormSite(adapted, names, weight.cpu(), None if bias is None else bias.cpu(), offset))
+        self.all.append(NormSite(adapted, names, weight.to(HOST), None if bias is None else bias.to(HOST), offset))
         return adapted
 
     def read(self, key: bytes, folder: Path) -> list[Change]:

@@ -29,6 +29,7 @@ from torch.profiler import profile
 
 from server.ranks.host_sums import HostQueue
 
+HOST = torch.device("cpu")  # where files are read
 Values = Sequence[Any] | NDArray[Any]  # numbers, in lists of lists where they have more than one dimension
 
 

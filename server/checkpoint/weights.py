@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import FusedRows, NameMap, QkvLayout
+from server.backends.device import HOST
 from server.backends.protocol import GroupedLinear, LinearFormat, Norm
 from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import (
@@ -567,7 +568,7 @@ class Weights:
 
     def _in_full(self) -> Self:
         """The same in float32 and on the host, where what an adapter changes is computed from it."""
-        return replace(self, dtype=torch.float32, device=torch.device("cpu"))
+        return replace(self, dtype=torch.float32, device=HOST)
 
     def _quantised(self, format: Format, name: str, size: tuple[int, int]) -> Tensors | None:
         """The tensors of a linear layer of `size` that the format stores; None where the layer is dense."""
