@@ -84,8 +84,11 @@ def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.clamp(-most, most).to(dtype)
 
 
-def int4_groups(weight: Tensor) -> QuantisedWeight:
-    """A dense weight [F, D] in 4 bits, groups of 128 inputs, the last of a row being what is left."""
+def int4_groups(weight: Tensor, piece: int = PIECE) -> QuantisedWeight:
+    """A dense weight [F, D] in 4 bits, groups of 128 inputs, the last of a row being what is left.
+
+    piece: weights that are looked at together.
+    """
     outputs, inputs = weight.shape
     groups = contiguous_groups(INT4_GROUP, inputs)
     num_groups = int(groups[-1]) + 1
@@ -93,7 +96,7 @@ def int4_groups(weight: Tensor) -> QuantisedWeight:
     codes = torch.empty(outputs, inputs, dtype=torch.uint8, device=device)
     scale, zero = torch.empty(2, outputs, num_groups, device=device)
     whole = inputs // INT4_GROUP * INT4_GROUP
-    step = max(1, PIECE // inputs)
+    step = max(1, piece // inputs)
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         exact = weight[rows].float()

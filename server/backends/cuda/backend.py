@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -47,8 +47,12 @@ from server.backends.protocol import (
 )
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import LoopedExperts
+from server.quantisation import rounding
 from server.quantisation.kv import AS_COMPUTED, KvFormat
-from server.quantisation.stored import QuantisedWeight, Stored
+from server.quantisation.stored import Quantise, QuantisedWeight, Stored
+
+# Weights that are rounded together: for each piece the host launches 190 operators, and a GPU would wait for it.
+PIECE = 1 << 23
 
 
 class CudaBackend(ReferenceBackend):
@@ -100,6 +104,9 @@ class CudaBackend(ReferenceBackend):
     def _packed(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> CudaQuantised:
         products, gate = self._products, self.gate
         return CudaQuantised(weight, self._dtype, is_gated=is_gated, gate=gate, products=products, maximum=maximum)
+
+    def rounding(self, quantise: Quantise) -> Quantise:
+        return partial(rounding.int4_groups, piece=PIECE) if quantise is rounding.int4_groups else quantise
 
     def adapted(self, layer: LinearFormat, num_rows: int, tokens: TokenAdapters, *, is_gated: bool) -> AdaptedLinear:
         return CudaAdapted(layer, num_rows, tokens, self.device, self._dtype, is_gated=is_gated)

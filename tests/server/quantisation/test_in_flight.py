@@ -109,6 +109,13 @@ def test_int4_clips_about_as_well_as_one_can(tail: float, most: float) -> None:
     assert found < most * whole
 
 
+def test_the_size_of_pieces_changes_nothing() -> None:
+    weight = drawn(37, 300)
+    expected, found = int4_groups(weight), int4_groups(weight, piece=2048)
+    pairs = (expected.codes, found.codes), (expected.scale, found.scale), (expected.zero, found.zero)
+    assert all(torch.equal(*pair) for pair in pairs)  # type: ignore[arg-type]
+
+
 def test_int4_zeros_are_codes_and_scales_have_16_bits() -> None:
     """So that a kernel can subtract the ones from codes and keep the others; also of numbers of one sign."""
     for weight in (drawn(4, 256), drawn(4, 256).abs() + 1, -drawn(4, 256).abs() - 1):
