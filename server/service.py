@@ -72,6 +72,7 @@ class ShardService(pb_grpc.ShardServicer):
         self._readers: dict[bytes, object] = {}  # the last call that asked for an adapter, while it is read
         self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
         self._received = 0
+        self._num_waited_for = 0  # steps that the device computes, and a thread waits for
         self._warmed: tuple[pb.WarmupRequest, pb.WarmupReply] | None = None
         self.steps = StepStream(self._ranks.rank, step_sockets, self._start, speaker=self._ranks.speaker)
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -329,10 +330,17 @@ class ShardService(pb_grpc.ShardServicer):
             self._arrivals.pop(0)
 
     async def _finished(self, running: Launched) -> StepResult:
-        """The step's result; waited for by a thread of its own, unless there is nothing to wait for."""
-        if running.is_done:
+        """The step's result; waited for by a thread of its own, unless there is nothing to wait for.
+
+        One after the other: what a step has found is noted behind what those before it have.
+        """
+        if running.is_done and not self._num_waited_for:
             return running.finish()
-        return await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
+        self._num_waited_for += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
+        finally:
+            self._num_waited_for -= 1
 
     async def close(self) -> None:
         """Give back graphs and KV cache, behind the last step, and wait until the device has let go of them."""

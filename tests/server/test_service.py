@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -73,6 +74,27 @@ def first_step(id: int = 1, prompt: tuple[int, ...] = (5, 6, 7), chunk: int = 3)
     request = pb.StepRequest(step=1, chunk_ids=[id], chunk_tokens=[chunk])
     request.add.add(id=id, token_ids=prompt, blocks=[0], sampling=GREEDY, top_n_tokens=2)
     return request
+
+
+async def test_what_steps_have_found_is_noted_in_their_order(shard: Served) -> None:
+    """Though a step is done at once while the one before it is still waited for, as on a GPU."""
+    order: list[str] = []
+    may_end = Event()
+
+    def finish(name: str) -> str:
+        assert name != "first" or may_end.wait(5)
+        order.append(name)
+        return name
+
+    async with shard as (_, service):
+        steps = [
+            SimpleNamespace(is_done=is_done, finish=partial(finish, name))
+            for name, is_done in (("first", False), ("second", True))
+        ]
+        finishing = [asyncio.create_task(service._finished(step)) for step in steps]  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        may_end.set()
+        assert ["first", "second"] == await asyncio.gather(*finishing) == order
 
 
 async def test_info_says_what_was_loaded(shard: Served) -> None:
