@@ -9,7 +9,7 @@ GPU_PYTHON ?= 3.12
 PACKED = annotated-doc annotated-types anyio click execnet fastapi grpcio h11 httpcore2 httptools httpx2 idna iniconfig \
 	llguidance orjson pluggy prometheus-client protobuf pydantic pydantic-core pytest pytest-xdist sniffio \
 	starlette truststore typing-inspection uvicorn uvloop
-ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
+ON_GPU = -m "gpu and not kernels" -W default -o faulthandler_timeout=150
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test test-rest test-formats test-offload test-kernels \

@@ -2,6 +2,8 @@
 
 After an error that sticks, such as an illegal address, every later call of a process fails. So a worker whose device is
 lost ends; pytest-xdist starts another and goes on. Without workers the run ends there, and says why.
+
+What fails is told at once, as a run that is cut short has no summary.
 """
 
 from __future__ import annotations
@@ -26,6 +28,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     if call.excinfo is not None:
         item.stash[RAISED] = call.excinfo.value
     return (yield)
+
+
+class Teller:
+    """Prints why a test has failed, when it has."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Where tests run on workers, this is called where their results arrive."""
+        if report.failed:
+            self._terminal.write_line(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Beside the terminal's own reports."""
+    if (terminal := config.pluginmanager.getplugin("terminalreporter")) is not None:
+        config.pluginmanager.register(Teller(terminal), "teller")
 
 
 @pytest.fixture(autouse=True)

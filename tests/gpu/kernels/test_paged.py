@@ -8,25 +8,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.arch.spec import Activation
+from server.arch.spec import Activation, Scoring
 from server.backends.reference.attention import ReferenceAttention
-from tests.gpu.selection import DTYPES, GPU, NEEDS_GPU
+from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, KvFormat
+from tests.gpu.selection import DTYPES, GPU, NEEDS_GPU, first
 from tests.server.backends.cuda.kernel_cases import (
     CASES,
     HALVES,
+    LATENT_CASES,
     STORED_CASES,
     TOLERANCES,
     Case,
+    LatentCase,
     alibi,
     check_attention,
     check_attention_to_stored,
+    check_codes,
     check_gate,
+    check_latent,
     check_norm,
+    check_norm_of_heads,
     check_padding,
+    check_quantised,
     check_rotation,
+    check_routing,
 )
 
 pytestmark = NEEDS_GPU
+FORMATS = [format for format in KV_FORMATS.values() if format != AS_COMPUTED]
+CODED = [
+    "decode, split, heads of 80 in a window",
+    "decode, shared kv heads, rotated pairs",
+    "decodes and a chunk, rotated",
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -39,6 +53,25 @@ def test_attention_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", STORED_CASES.values(), ids=STORED_CASES.keys())
 def test_attention_to_what_is_stored_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
     check_attention_to_stored(case, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LATENT_CASES.values(), ids=LATENT_CASES.keys())
+def test_attention_over_rows_that_are_keys_and_values_equals_the_reference(
+    case: LatentCase, dtype: torch.dtype
+) -> None:
+    check_latent(case, dtype, GPU)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("name", first(CODED, CODED[:2]))
+def test_attention_over_codes_equals_the_reference(name: str, format: KvFormat) -> None:
+    check_quantised(CASES[name], format, torch.bfloat16, GPU)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_codes_are_to_the_bit_what_the_reference_stores(format: KvFormat) -> None:
+    check_codes(format, GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -64,6 +97,23 @@ def test_programs_that_finish_in_any_order_give_the_same_every_time(kv_heads: in
 @pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
 def test_norms_equal_the_operators(is_centred: bool, dtype: torch.dtype) -> None:
     check_norm(is_centred, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
+@pytest.mark.parametrize(("counts", "size"), [((4, 1), 64), ((20, 9), 128)], ids=["one kv head", "two tiles"])
+def test_norms_of_heads_equal_the_operators(
+    counts: tuple[int, int], size: int, is_centred: bool, dtype: torch.dtype
+) -> None:
+    check_norm_of_heads(counts, size, is_centred, dtype, GPU)
+
+
+@pytest.mark.parametrize("scoring", Scoring)
+@pytest.mark.parametrize("sizes", [(1, 8, 2), (5, 8, 3), (700, 128, 8)], ids=str)
+def test_tokens_find_their_experts_as_by_the_operators(sizes: tuple[int, int, int], scoring: Scoring) -> None:
+    if scoring is Scoring.SPARSE_MIXER:
+        sizes = (*sizes[:2], 2)  # of which it chooses no more
+    check_routing(sizes, scoring is Scoring.SOFTMAX, torch.float32, GPU, scoring)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

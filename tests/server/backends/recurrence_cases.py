@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ from server.backends.reference.delta import StockDelta
 from server.backends.reference.mamba import StockMamba
 
 ROWS = 6
+CPU = torch.device("cpu")
 Run = tuple[int, int, int]  # row, first position, tokens
 Rule = Callable[..., Tensor]  # inputs, state, meta → what comes out
 
@@ -57,11 +58,22 @@ class Case:
     @property
     def states(self) -> Tensor:
         """What is left of others, which no sequence may see."""
-        return torch.full((ROWS, self.kind.state_size), 7.0)
+        return torch.full((ROWS, self.kind.state_size), 7.0, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.weights.conv.device
+
+    def on(self, device: torch.device) -> Case:
+        """The same there."""
+        tensors = {f.name: getattr(self.weights, f.name) for f in fields(self.weights)}
+        moved = {name: tensor.to(device) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        return replace(self, weights=replace(self.weights, **moved))
 
     def inputs(self, tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         chance = torch.Generator().manual_seed(seed)
-        return [torch.randn(tokens, width, generator=chance).to(dtype) for width in self.widths]
+        return [torch.randn(tokens, width, generator=chance).to(self.device, dtype) for width in self.widths]
 
 
 DELTA = GatedDelta(num_heads=6, num_key_heads=3, key_dim=20, value_dim=64, conv=4)
@@ -97,22 +109,22 @@ CASES: dict[str, Case] = {
 }
 
 
-def meta_of(runs: list[Run], num_decodes: int = 0) -> StepMeta:
+def meta_of(runs: list[Run], num_decodes: int = 0, device: torch.device = CPU) -> StepMeta:
     starts = [0, *accumulate(count for _, _, count in runs)]
-    positions = torch.tensor([first + i for _, first, count in runs for i in range(count)])
-    nothing = torch.empty(0)
+    positions = torch.tensor([first + i for _, first, count in runs for i in range(count)], device=device)
+    nothing = torch.empty(0, device=device)
     return StepMeta(
         num_decodes=num_decodes,
         query_starts=starts,
         context_lengths=[],
         longest=0,
-        starts=torch.tensor(starts, dtype=torch.int32),
+        starts=torch.tensor(starts, dtype=torch.int32, device=device),
         positions=positions,
         visible=positions + 1,
         prompt_lengths=nothing,
-        owners=torch.tensor([s for s, (_, _, count) in enumerate(runs) for _ in range(count)]),
+        owners=torch.tensor([s for s, (_, _, count) in enumerate(runs) for _ in range(count)], device=device),
         block_tables=nothing,
-        rows=torch.tensor([row for row, _, _ in runs]),
+        rows=torch.tensor([row for row, _, _ in runs], device=device),
     )
 
 
@@ -128,7 +140,7 @@ def check_steps(case: Case, rule: Rule, dtype: torch.dtype) -> None:
     """A kernel's rule against stock operators, which keep states in an order of their own."""
     stock, kept = case.stock(case.weights), [case.states, case.states]
     for number, (runs, num_decodes) in enumerate(STEPS):
-        meta = meta_of(runs, num_decodes)
+        meta = meta_of(runs, num_decodes, case.device)
         inputs = case.inputs(len(meta.positions), number, dtype)
         expected, got = (one(*inputs, state, meta) for one, state in zip((stock, rule), kept, strict=True))
         atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (2e-2, 1e-2)
@@ -138,11 +150,12 @@ def check_steps(case: Case, rule: Rule, dtype: torch.dtype) -> None:
 def check_cuts(case: Case, rule: Rule, cuts: list[int]) -> None:
     """A sequence that is cut into steps, beside another, against the same in one step."""
     inputs, beside = case.inputs(sum(cuts), 0), case.inputs(5, 9)
-    whole = rule(*inputs, case.states, meta_of([(1, 0, sum(cuts))]))
+    whole = rule(*inputs, case.states, meta_of([(1, 0, sum(cuts))], device=case.device))
     state, first, parts = case.states, 0, []
     for number, count in enumerate(cuts):
         part = slice(first, first + count)
         both = (torch.cat([mine[part], other]) for mine, other in zip(inputs, beside, strict=True))
-        parts.append(rule(*both, state, meta_of([(1, first, count), (2, 5 * number, 5)]))[:count])
+        meta = meta_of([(1, first, count), (2, 5 * number, 5)], device=case.device)
+        parts.append(rule(*both, state, meta)[:count])
         first += count
     assert torch.equal(whole, torch.cat(parts))
