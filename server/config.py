@@ -245,7 +245,8 @@ class ShardConfig:
         metadata={
             "help": "How shards on GPUs sum partial results. symmetric: small sums in one kernel that reads every "
             "GPU's memory; nccl: all through NCCL; auto: symmetric where all GPUs can read each other's memory; host: "
-            "through the host's memory with gloo, which is slow but lets shards share a GPU.",
+            "through the host's memory with gloo, which is slow but lets shards share a GPU. On CPUs auto is memory "
+            "that the shards of a machine share, and everything else gloo.",
             "choices": ALL_REDUCES,
             "when": "nccl to find out whether symmetric memory causes a fault; symmetric to see why it is not used; "
             "host to try several shards on one GPU.",

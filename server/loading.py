@@ -219,7 +219,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     quantised = _rounded_by(backend, quantised)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
     kv_placement = placing.choose_kv_placement(config, part, device)
-    shard = _connect(config, device)
+    shard = _connect(config, device, backend)
     neighbours = _neighbours(config, stage, shard, device, dtype, carried_width(spec, stage))
     cache = KV_FORMATS[config.kv_cache_dtype]
     of_sequences = kv_shape(spec, stage, shard, dtype, cache)
@@ -269,12 +269,12 @@ def _sites(config: ShardConfig, weights: Weights, num_layers: int, backend: Back
     return Sites(backend, config.max_adapters, weights.dtype, others, config.adapter_memory * 1e9)
 
 
-def _connect(config: ShardConfig, device: Device) -> Shard:
+def _connect(config: ShardConfig, device: Device, backend: Backend) -> Shard:
     """Meet the other ranks of this stage. Raises ValueError for a way of theirs that cannot be had, and PeerLost."""
     queue = device.host_queue() if config.all_reduce == THROUGH_HOST else None
     if queue is not None and config.num_stages > 1:  # a stage would hand on what `check` has not seen
         raise ValueError("--all-reduce is host, which one stage alone can have: use auto, or --pipeline-parallel 1")
-    return collectives.connect(
+    shard = collectives.connect(
         config.rank % config.stage_size,
         config.stage_size,
         config.rendezvous,
@@ -283,6 +283,7 @@ def _connect(config: ShardConfig, device: Device) -> Shard:
         config.num_sharing,
         queue,
     )
+    return backend.joined(shard) if config.all_reduce == "auto" else shard
 
 
 def _settle(config: ShardConfig) -> int:
@@ -347,7 +348,7 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any], choose: Choos
     backend = _backend(config, device, dtype, choose)
     if config.stage_size > 1:
         fallback.outlook(config, dtype)  # refuses before the ranks meet
-    shard = _connect(config, device)
+    shard = _connect(config, device, backend)
     model = fallback.Loader(config, backend, shard, dtype, _rounded_by(backend, quantised)).load()
     if shard.rank == 0:
         log.warning("%s", model.warning)

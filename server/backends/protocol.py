@@ -29,6 +29,7 @@ from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.quantisation.stored import Quantise, Stored
+from server.ranks.collectives import Shard
 
 OFFSET_BITS = BLOCK_SIZE.bit_length() - 1  # of a position: its place in a block
 assert 1 << OFFSET_BITS == BLOCK_SIZE
@@ -631,6 +632,9 @@ class Backend(Protocol):
 
     def mamba(self, weights: MambaWeights) -> MambaRule:
         """The Mamba-2 of a recurrent layer."""
+
+    def joined(self, shard: Shard) -> Shard:
+        """The same rank, maybe with faster ways to reach the others. All ranks call this."""
 
     def measured_products(self) -> Sequence[str]:
         """Which way each product is computed that was measured, for people; none where none was."""

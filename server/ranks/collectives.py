@@ -80,6 +80,9 @@ class GroupCollectives:
     def check(self) -> None:
         """They raise at once, or the device does."""
 
+    def wait_at_most(self, timeout: timedelta) -> None:
+        _set_pg_timeout(timeout)
+
 
 @dataclass
 class Progress:
@@ -176,7 +179,7 @@ class Shard:
     def wait_at_most(self, timeout: timedelta) -> None:
         """From here on wait so long for other ranks in a collective."""
         if self.world_size > 1:
-            _set_pg_timeout(timeout)
+            self.collectives.wait_at_most(timeout)
 
 
 def connect(

@@ -12,6 +12,7 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Literal, Protocol
 
@@ -42,6 +43,9 @@ class Collectives(Protocol):
 
     def check(self) -> None:
         """Raises what went wrong in collectives that were begun behind the host's back, once they have ended."""
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """From here on wait so long for other ranks."""
 
 
 class HostQueue(Protocol):
@@ -95,6 +99,9 @@ class HostCollectives:
     def check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        self._others.wait_at_most(timeout)
 
     def _in_place(self, tensor: Tensor, name: str, meet: Callable[[Tensor], None]) -> None:
         whole = tensor.contiguous()

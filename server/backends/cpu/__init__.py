@@ -57,6 +57,8 @@ from server.backends.reference.linear import LoopedExperts, StackedLinear
 from server.quantisation import rounding
 from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
 from server.quantisation.stored import Quantise, QuantisedWeight, Stored
+from server.ranks import shared_memory
+from server.ranks.collectives import Shard
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -152,6 +154,9 @@ class CpuBackend(ReferenceBackend):
 
     def mamba(self, weights: MambaWeights) -> MambaRule:
         return KernelMamba(self._kernels, weights) if can_compute(weights.kind) else super().mamba(weights)
+
+    def joined(self, shard: Shard) -> Shard:
+        return shared_memory.join(shard, self._kernels, self.device.torch_device)
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         if world_size > 1:

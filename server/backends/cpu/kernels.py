@@ -127,6 +127,10 @@ class Kernels:
         self.replay: Function = library.function("replay_calls", "pl")
         self.lay_out_change = {d: library.function(f"lay_out_change_{s}", "pplpp") for d, s in SUFFIXES.items()}
         self.fill_change = {d: library.function(f"fill_change_{s}", "plplp") for d, s in SUFFIXES.items()}
+        self.sum_ranks: Functions = {d: library.function(f"sum_ranks_{s}", "ppl") for d, s in SUFFIXES.items()}
+        self.largest_of_ranks: Functions = {torch.float32: library.function("largest_of_ranks_f32", "ppl")}
+        self.gather_ranks = library.function("gather_ranks", "pppl")
+        self.broadcast_ranks = library.function("broadcast_ranks", "ppl")
         self._peaks = {kind: library.function(f"peak_{suffix}", "lpi") for kind, suffix in PEAKS.items()}
 
     def instructions(self, dtype: torch.dtype) -> str:

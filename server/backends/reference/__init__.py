@@ -53,6 +53,8 @@ from server.backends.reference.mamba import StockMamba
 from server.backends.reference.quantised import QuantisedFormat
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 from server.quantisation.stored import Quantise, QuantisedWeight, Stored
+from server.ranks import shared_memory
+from server.ranks.collectives import Shard
 
 
 class ReferenceBackend:
@@ -143,6 +145,10 @@ class ReferenceBackend:
 
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"
+
+    def joined(self, shard: Shard) -> Shard:
+        device = self.device.torch_device
+        return shared_memory.join(shard, None, device) if device.type == "cpu" else shard
 
     def measured_products(self) -> Sequence[str]:
         return ()

@@ -21,6 +21,10 @@ from typing import Any
 
 import torch
 
+from server.backends import cpu
+from server.backends.cpu import Kernels
+from server.backends.cpu.build import BuildError
+from server.ranks import shared_memory
 from server.ranks.collectives import Shard, connect, disconnect
 from server.stepping.engine import Engine
 from tests.server.driver import (
@@ -126,10 +130,18 @@ def adapted(engine: Engine, folders: Sequence[str]) -> list[Prompt]:
     return [replace(prompt, adapter=i % (len(folders) + 1)) for i, prompt in enumerate(prompts())]
 
 
+def kernels_here() -> Kernels | None:
+    """Through which ranks speak; None where nothing can be compiled."""
+    try:
+        return cpu.load()
+    except BuildError:
+        return None
+
+
 def run_rank(arguments: tuple[int, int, str, Sequence[str]]) -> dict[str, list[list[int]]]:
     """{model: tokens} of one rank. It leaves the group even when it fails, so that the others do not wait for it."""
     rank, world_size, rendezvous, models = arguments
-    shard = connect(rank, world_size, rendezvous, CPU)
+    shard = shared_memory.join(connect(rank, world_size, rendezvous, CPU), kernels_here(), CPU)
     try:
         return {model: tokens(model, shard) for model in models}
     finally:
