@@ -256,10 +256,15 @@ LEAVE = "leave"
 
 
 async def disturb(server: Server, names: Sequence[str], chance: random.Random, counts: Counter[str]) -> None:
-    """One of these after the other, for ever. counts: what happened, and what dead routers had counted."""
+    """All of these in a row, as answers may come quickly, and then some at random, for ever.
+
+    counts: what happened, and what dead routers had counted.
+    """
+    at_once = len(names)
     while True:
         await asyncio.sleep(chance.uniform(1, 4))
-        for name in chance.sample(names, min(len(names), chance.choice((1, 1, 2)))):
+        happening, at_once = chance.sample(names, at_once), min(len(names), chance.choice((1, 1, 2)))
+        for name in happening:
             if name == "router":
                 with suppress(httpx2.HTTPError):
                     metrics = await asyncio.to_thread(metrics_of, server)

@@ -80,7 +80,7 @@ bool wait_for(Meeting& meeting, long rank) {
         sleep_until(place, step);
         if (has_arrived(place, step)) break;
         pollfd other = {meeting.alive[rank], POLLIN, 0};
-        const bool has_ended = poll(&other, 1, 0) > 0 && !has_arrived(place, step);
+        const bool has_ended = poll(&other, 1, 0) > 0 && other.revents & POLLIN && !has_arrived(place, step);
         if (has_ended || now() > until) {
             meeting.problem = has_ended ? rank + 1 : TIMED_OUT;
             return false;
