@@ -26,6 +26,7 @@ from torch import Tensor
 from server.adapters.config import MERGE_BY_PEFT, AdapterError, OnlyMerged
 from server.adapters.files import BAD_FILE, AdapterFiles, Module, runs
 from server.adapters.names import experts_of, plain_name
+from server.backends.device import HOST
 from server.backends.protocol import EmbeddingChange, LinearChange, LowRank, NormChange
 from server.checkpoint.formats.protocol import Ranges
 from server.checkpoint.weights import Piece
@@ -411,13 +412,13 @@ class Changes:
         if (module := self._named(names)) is None:
             return None
         self._refuse_other_parts(module, {"weight", "bias"})
-        size, gain = len(weight), torch.ones(len(weight))
+        size, gain, weight = len(weight), torch.ones(len(weight)), weight.to(HOST)
         if "weight" in module.parts:
             own, base = self._take(module.parts["weight"], (size,)).float() + offset, weight.float()
             if ((base == 0) & (own != 0)).any():
                 raise OnlyMerged(f"{self._files.told(module.parts['weight'])} is not 0 where the model's is")
             gain = torch.where(base == own, 1, own / base)
-        before = torch.zeros(size) if bias is None else bias.float()
+        before = torch.zeros(size) if bias is None else bias.to(HOST).float()
         after = self._take(module.parts["bias"], (size,)).float() if "bias" in module.parts else before
         shift, has_gain = after - before * gain, bool((gain != 1).any())
         if not has_gain and not shift.any():

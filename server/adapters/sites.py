@@ -19,7 +19,6 @@ from server.adapters.adapters import Change
 from server.adapters.changes import Changes
 from server.adapters.files import AdapterFiles
 from server.adapters.names import plain_name
-from server.backends.device import HOST
 from server.backends.protocol import (
     AdaptedExperts,
     AdaptedLinear,
@@ -198,7 +197,7 @@ class Sites:
     def norm(self, norm: Norm, names: Sequence[str], weight: Tensor, bias: Tensor | None, offset: float) -> Norm:
         """See `weights.Adapting`."""
         adapted = AdaptedNorm(norm, self.tokens, self.backend.device)
-        self.all.append(NormSite(adapted, names, weight.to(HOST), None if bias is None else bias.to(HOST), offset))
+        self.all.append(NormSite(adapted, names, weight, bias, offset))
         return adapted
 
     def read(self, key: bytes, folder: Path) -> list[Change]:
