@@ -162,6 +162,8 @@ def memory_bytes(world_size: int) -> int:
 def _join(shard: Shard, kernels: RankKernels | None, device: torch.device) -> tuple[SharedMemory | None, str | None]:
     """What the ranks share; or nothing, and the problem of the first rank that has one."""
     problem = shard.first_problem(None if kernels else "there are no compiled kernels", device)
+    if not problem:
+        problem = shard.first_problem(_what_is_missing(), device)
     if problem or kernels is None:
         return None, problem
     memory, problem = _open_together(shard, device)
@@ -174,8 +176,14 @@ def _join(shard: Shard, kernels: RankKernels | None, device: torch.device) -> tu
             _close(descriptor)
         memory.close()
         return None, problem
-    pauses = PAUSES if (os.cpu_count() or 1) >= shard.sharing else 0
+    pauses = PAUSES if len(os.sched_getaffinity(0)) >= shard.sharing else 0
     return SharedMemory(shard.collectives, kernels, shard.rank, memory, alive, pauses), None
+
+
+def _what_is_missing() -> str | None:
+    """Why this Python cannot: some are built for systems that are older than this one."""
+    wanted = ("memfd_create", "pidfd_open")
+    return next((f"this Python has no os.{name}" for name in wanted if not hasattr(os, name)), None)
 
 
 def _open_together(shard: Shard, device: torch.device) -> tuple[mmap.mmap | None, str | None]:

@@ -151,6 +151,7 @@ void reduce(Meeting* meeting, E* data, long count) {
 
 // parts: where each rank's bytes go; without bytes, ranks meet and no more.
 void gather_bytes(Meeting* meeting, const uint8_t* own, uint8_t* const* parts, long bytes) {
+    if (meeting->problem) return;
     long i = 0;
     do {
         const long some = min(bytes - i, meeting->size);
@@ -165,7 +166,7 @@ void gather_bytes(Meeting* meeting, const uint8_t* own, uint8_t* const* parts, l
 
 // Rank 0's bytes in place of everybody's.
 void broadcast_bytes(Meeting* meeting, uint8_t* data, long bytes) {
-    for (long i = 0; i < bytes; i += meeting->size) {
+    for (long i = 0; i < bytes && !meeting->problem; i += meeting->size) {
         const size_t some = size_t(min(bytes - i, meeting->size));
         uint8_t* const own = begin(*meeting);
         if (meeting->rank == 0) memcpy(own, data + i, some);

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -140,11 +141,17 @@ def lose(shard: Shard, fault: int | None) -> tuple[str, float]:
             os.kill(os.getpid(), fault)
         time.sleep(30)
     began = time.monotonic()
-    try:
-        shard.all_reduce(torch.ones(3))
-    except PeerLost as error:
-        return str(error), time.monotonic() - began
-    return "", 0.0
+    told = []
+    for collective in (
+        shard.all_reduce,
+        shard.broadcast,
+        shard.all_gather,
+    ):  # the later ones do not wait
+        try:
+            collective(torch.ones(3))
+        except PeerLost as error:
+            told.append(str(error))
+    return "; ".join(dict.fromkeys(told)) if len(told) == 3 else "", time.monotonic() - began
 
 
 def rank_1_dies(shard: Shard) -> tuple[str, float]:
@@ -162,7 +169,7 @@ def test_a_rank_that_dies_is_missed_at_once(kernels: Kernels, tmp_path: Path) ->
 
 def test_a_rank_that_stands_still_is_waited_for_so_long(kernels: Kernels, tmp_path: Path) -> None:
     ((said, seconds),) = on_ranks(2, tmp_path, rank_1_stops, answering=1)
-    assert "lost contact with another rank: timed out after 1.5 s" == said and 1.4 < seconds < 5
+    assert "lost contact with another rank: timed out after 1.5 s" == said and 1.4 < seconds < 2.9
 
 
 def test_memory_of_another_process_is_known_by_its_token(tmp_path: Path) -> None:
@@ -178,6 +185,18 @@ def test_memory_of_another_process_is_known_by_its_token(tmp_path: Path) -> None
         memory.close()
     memory, problem = shared_memory._open(2**22 + 1, 3, 64, bytes(16))
     assert memory is None and "rank 0's memory cannot be opened: [Errno 2]" in str(problem)
+
+
+def without_pidfds(shard: Shard) -> str:
+    """Join again, as on a Python that was built for an older system."""
+    if shard.rank:
+        del os.pidfd_open
+    again = join(replace(shard, collectives=GroupCollectives()), cpu.load(), CPU)
+    return type(again.collectives).__name__
+
+
+def test_a_python_without_what_is_wanted_stays_with_gloo(kernels: Kernels, tmp_path: Path) -> None:
+    assert ["GroupCollectives"] * 2 == on_ranks(2, tmp_path, without_pidfds)
 
 
 def over_what(shard: Shard) -> tuple[str, float]:
