@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from host.cgroups import cpu_quota
+from host.topology import allowed_cpus
 from server.ranks.collectives import LOAD_TIMEOUT, PeerLost, Shard
 from server.ranks.host_sums import Collectives, Operation
 
@@ -161,9 +163,7 @@ def memory_bytes(world_size: int) -> int:
 
 def _join(shard: Shard, kernels: RankKernels | None, device: torch.device) -> tuple[SharedMemory | None, str | None]:
     """What the ranks share; or nothing, and the problem of the first rank that has one."""
-    problem = shard.first_problem(None if kernels else "there are no compiled kernels", device)
-    if not problem:
-        problem = shard.first_problem(_what_is_missing(), device)
+    problem = shard.first_problem(_what_is_missing(kernels), device)
     if problem or kernels is None:
         return None, problem
     memory, problem = _open_together(shard, device)
@@ -176,13 +176,20 @@ def _join(shard: Shard, kernels: RankKernels | None, device: torch.device) -> tu
             _close(descriptor)
         memory.close()
         return None, problem
-    pauses = PAUSES if len(os.sched_getaffinity(0)) >= shard.sharing else 0
+    pauses = PAUSES if has_core_for_each(shard.sharing, len(allowed_cpus()), cpu_quota()) else 0
     return SharedMemory(shard.collectives, kernels, shard.rank, memory, alive, pauses), None
 
 
-def _what_is_missing() -> str | None:
-    """Why this Python cannot: some are built for systems that are older than this one."""
-    wanted = ("memfd_create", "pidfd_open")
+def has_core_for_each(ranks: int, cpus: int, quota: float | None) -> bool:
+    """Whether who looks out takes no time from who is waited for. quota: CPUs that a cgroup leaves to all ranks."""
+    return ranks <= (cpus if quota is None else min(cpus, quota))
+
+
+def _what_is_missing(kernels: RankKernels | None) -> str | None:
+    """Why this rank cannot, as far as it shows beforehand."""
+    if kernels is None:
+        return "there are no compiled kernels"
+    wanted = ("memfd_create", "pidfd_open")  # which a Python that was built for an older system lacks
     return next((f"this Python has no os.{name}" for name in wanted if not hasattr(os, name)), None)
 
 
@@ -195,7 +202,7 @@ def _open_together(shard: Shard, device: torch.device) -> tuple[mmap.mmap | None
             try:
                 token = secrets.token_bytes(TOKEN_BYTES)
                 made = os.memfd_create("lockstep-ranks", os.MFD_CLOEXEC)
-                os.truncate(made, size)
+                os.ftruncate(made, size)
                 memory = mmap.mmap(made, size)
                 memory[-TOKEN_BYTES:] = token
                 place = torch.tensor([os.getpid(), made, *token])

@@ -16,28 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def _anywhere(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x), the same wherever in x a number stands."""
-    return function(x.double()).to(x.dtype) if x.is_cpu else function(x)
+Function = Callable[[Tensor], Tensor]
 
 
-def gelu(x: Tensor) -> Tensor:
-    """x times the normal distribution's function of x."""
-    if not x.is_cpu:
-        return F.gelu(x)
-    exact = x.double()
-    return (exact * 0.5 * torch.special.erfc(exact * -math.sqrt(0.5))).to(x.dtype)
+def _anywhere(function: Function, exact: Function, x: Tensor) -> Tensor:
+    """function(x), the same wherever in x a number stands. exact: what is it in double precision, on a CPU."""
+    return exact(x.double()).to(x.dtype) if x.is_cpu else function(x)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The same with a hyperbolic tangent in place of that function: 1 + tanh(u) is 2 sigmoid(2u)."""
-    if not x.is_cpu:
-        return F.gelu(x, approximate="tanh")
-    exact = x.double()
-    return (exact * torch.sigmoid(math.sqrt(8 / math.pi) * (exact + 0.044715 * exact**3))).to(x.dtype)
+def _gelu(x: Tensor) -> Tensor:
+    """1 + erf(u) is erfc(-u)."""
+    return x * 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
 
 
-sigmoid = partial(_anywhere, torch.sigmoid)
-silu = partial(_anywhere, F.silu)
-softplus = partial(_anywhere, F.softplus)
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """1 + tanh(u) is 2 sigmoid(2u)."""
+    return x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+
+
+gelu = partial(_anywhere, F.gelu, _gelu)
+gelu_tanh = partial(_anywhere, partial(F.gelu, approximate="tanh"), _gelu_tanh)
+sigmoid = partial(_anywhere, torch.sigmoid, torch.sigmoid)
+silu = partial(_anywhere, F.silu, F.silu)
+softplus = partial(_anywhere, F.softplus, F.softplus)

@@ -112,8 +112,8 @@ def test_int4_clips_about_as_well_as_one_can(tail: float, most: float) -> None:
 def test_the_size_of_pieces_changes_nothing() -> None:
     weight = drawn(37, 300)
     expected, found = int4_groups(weight), int4_groups(weight, piece=2048)
-    pairs = (expected.codes, found.codes), (expected.scale, found.scale), (expected.zero, found.zero)
-    assert all(torch.equal(*pair) for pair in pairs)  # type: ignore[arg-type]
+    assert torch.equal(expected.codes, found.codes) and torch.equal(expected.scale, found.scale)
+    assert expected.zero is not None and found.zero is not None and torch.equal(expected.zero, found.zero)
 
 
 def test_int4_zeros_are_codes_and_scales_have_16_bits() -> None:

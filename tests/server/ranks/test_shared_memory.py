@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from server.backends import cpu
 from server.backends.cpu import Kernels
 from server.ranks import collectives, shared_memory
 from server.ranks.collectives import GroupCollectives, PeerLost, Shard
-from server.ranks.shared_memory import BUFFER_BYTES, SharedMemory, join
+from server.ranks.shared_memory import BUFFER_BYTES, SharedMemory, has_core_for_each, join
 
 CPU = torch.device("cpu")
 # Elements of float32: less than a vector, about what each rank sums for itself, a buffer and more than several.
@@ -132,44 +133,40 @@ def test_nobody_reads_what_another_step_has_written(kernels: Kernels, tmp_path: 
     assert [True] * 3 == on_ranks(3, tmp_path, turns_of_unequal_ranks)
 
 
-def lose(shard: Shard, fault: int | None) -> tuple[str, float]:
-    """Rank 1 meets no more. fault: the signal that it sends itself; None: it sleeps."""
+def lose(shard: Shard, fault: int, patience: float) -> tuple[list[str], int]:
+    """What rank 0 is told by three collectives, and how many steps these have begun. Rank 1 sends itself a signal."""
     shard.all_reduce(torch.ones(3))
-    shard.wait_at_most(timedelta(seconds=1.5))
+    shard.wait_at_most(timedelta(seconds=patience))
     if shard.rank == 1:
-        if fault is not None:
-            os.kill(os.getpid(), fault)
-        time.sleep(30)
-    began = time.monotonic()
-    told = []
-    for collective in (
-        shard.all_reduce,
-        shard.broadcast,
-        shard.all_gather,
-    ):  # the later ones do not wait
+        os.kill(os.getpid(), fault)
+        time.sleep(300)
+    assert isinstance(shard.collectives, SharedMemory)
+    before, told = shard.collectives._meeting.step, []
+    for collective in (shard.all_reduce, shard.broadcast, shard.all_gather):
         try:
             collective(torch.ones(3))
         except PeerLost as error:
             told.append(str(error))
-    return "; ".join(dict.fromkeys(told)) if len(told) == 3 else "", time.monotonic() - began
+    return told, shard.collectives._meeting.step - before
 
 
-def rank_1_dies(shard: Shard) -> tuple[str, float]:
-    return lose(shard, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("fault", "patience", "told"),
+    [(signal.SIGKILL, 600, "rank 1 has ended"), (signal.SIGSTOP, 0.5, "timed out after 0.5 s")],
+    ids=["dies", "stands still"],
+)
+def test_a_rank_that_is_missing_is_told_and_not_waited_for_again(
+    kernels: Kernels, tmp_path: Path, fault: int, patience: float, told: str
+) -> None:
+    ((said, num_steps),) = on_ranks(2, tmp_path, partial(lose, fault=fault, patience=patience), answering=1)
+    assert ([f"lost contact with another rank: {told}"] * 3, 1) == (said, num_steps)
 
 
-def rank_1_stops(shard: Shard) -> tuple[str, float]:
-    return lose(shard, signal.SIGSTOP)
-
-
-def test_a_rank_that_dies_is_missed_at_once(kernels: Kernels, tmp_path: Path) -> None:
-    ((said, seconds),) = on_ranks(2, tmp_path, rank_1_dies, answering=1)
-    assert "lost contact with another rank: rank 1 has ended" == said and seconds < 1
-
-
-def test_a_rank_that_stands_still_is_waited_for_so_long(kernels: Kernels, tmp_path: Path) -> None:
-    ((said, seconds),) = on_ranks(2, tmp_path, rank_1_stops, answering=1)
-    assert "lost contact with another rank: timed out after 1.5 s" == said and 1.4 < seconds < 2.9
+@pytest.mark.parametrize(
+    ("cpus", "quota", "expected"), [(4, None, True), (3, None, False), (8, 4.0, True), (8, 3.5, False), (2, 8.0, False)]
+)
+def test_ranks_look_out_where_they_take_nobodys_time(cpus: int, quota: float | None, expected: bool) -> None:
+    assert expected == has_core_for_each(4, cpus, quota)
 
 
 def test_memory_of_another_process_is_known_by_its_token(tmp_path: Path) -> None:
