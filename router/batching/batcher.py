@@ -335,7 +335,9 @@ class Batcher:
             self._fail_step(step, reply.error)
             return
         self._scheduler.computed(step.plan)
-        seconds, propose_seconds = received_at - began_at, reply.propose_ns / 1e9
+        propose_seconds, forward_seconds = reply.propose_ns / 1e9, reply.forward_ns / 1e9
+        # Of replies that came while this process had no core, the second seems to have taken no time.
+        seconds = max(received_at - began_at, propose_seconds + forward_seconds)
         self._scheduler.timed(step.plan, seconds - propose_seconds)
         for prompt in reply.prompt:
             if (entry := self._live.get(prompt.id)) is not None:
@@ -367,9 +369,7 @@ class Batcher:
             self._metrics.guessed(step.plan.num_guesses, num_right)
         if step.plan.proposals:
             self._metrics.proposed(len(reply.proposal_tokens), propose_seconds)
-        self._metrics.delivered(
-            step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
-        )
+        self._metrics.delivered(step.method, received_at - step.sent_at, forward_seconds, self._clock() - received_at)
 
     def _go_on(self, entry: Entry, token_ids: Sequence[int], proposal: Proposal | None) -> None:
         """Find out what may come behind tokens that were delivered, and guess what will; a model proposes this."""

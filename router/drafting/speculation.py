@@ -329,8 +329,9 @@ class Speculation:
         """
         batch, num_guesses = len(plain) + len(verified) + others, sum(num for _, num, _ in verified)
         known = self._known_seconds(batch, num_guesses) if batch else math.inf
-        if seconds is not None and batch:
-            seconds = max(0.0, seconds - (asked.seconds if asked is not None else 0.0))
+        if seconds is not None and asked is not None:
+            seconds = max(0.0, seconds - asked.seconds)
+        if seconds and batch:
             self.costs.note(batch + num_guesses, seconds, has_drafts=bool(verified))
         plain_seconds = self.costs.plain(batch) if batch else math.inf
         if math.isinf(plain_seconds):

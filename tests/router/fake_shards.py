@@ -264,7 +264,9 @@ class FakeShardedClient:
         reply = self._run(request)
         rows = sum(request.chunk_tokens) + sum(len(draft.token_ids) for draft in request.drafts)
         rows += len({*reply.ids} - {*request.chunk_ids} - {draft.id for draft in request.drafts})
-        self._busy_until = began_at + self.step_delay_s + rows * self.row_delay_s + reply.propose_ns / 1e9
+        seconds = self.step_delay_s + rows * self.row_delay_s
+        reply.forward_ns = int(seconds * 1e9)
+        self._busy_until = began_at + seconds + reply.propose_ns / 1e9
         self._replies.append((self._busy_until, reply, request.lane))
         of_lane = sum(lane == request.lane for _, _, lane in self._replies)
         _require(of_lane <= 2, f"more than two requests of lane {request.lane} under way")

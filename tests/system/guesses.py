@@ -334,6 +334,12 @@ def metrics_at_rest(server: Server) -> dict[str, float]:
     return metrics
 
 
+def guessing(folder: Path, number: int) -> dict[str, str]:
+    """The environment of a server that guesses so much wherever it can; the number stands in a file in this folder."""
+    (folder / "number").write_text(str(number))
+    return {"PYTHONPATH": f"{ROOT / 'tests' / 'faults'}:{ROOT}", "LOCKSTEP_TEST_GUESSES": str(folder / "number")}
+
+
 def served(
     requests: Sequence[Asked],
     *flags: str,
@@ -345,9 +351,7 @@ def served(
     """What a server of its own answers, and its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         keys = ("--api-keys-file", str(keys_file(Path(folder), *KEYS)))
-        number = Path(folder) / "number"
-        number.write_text("auto" if is_measured else "8")
-        env = {"PYTHONPATH": f"{ROOT / 'tests' / 'faults'}:{ROOT}", "LOCKSTEP_TEST_GUESSES": str(number)}
+        env = {} if is_measured else guessing(Path(folder), 8)
         with Server(*FLAGS, *keys, *flags, env=env) as server:
             answers, counts = asyncio.run(answers_amid(server, requests, troubles, at_once, seed))
             metrics = Counter(metrics_at_rest(server))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -47,7 +48,7 @@ async def answers(server: Server, requests: Sequence[Asked], at_once: int, num_k
         return await asyncio.gather(*asking)
 
 
-def test_answers_are_those_without_a_draft_model() -> None:
+def test_answers_are_those_without_a_draft_model(tmp_path: Path) -> None:
     """Which is the served model itself, so that it is always right; some requests want none of it."""
     requests = [*requests_of(5, 5), *repeating()[:6]]
     generate = {"inputs": TEXT[:90], "parameters": {**LOOP, "do_sample": True, "seed": 7}}
@@ -55,7 +56,8 @@ def test_answers_are_those_without_a_draft_model() -> None:
     with Server(*FLAGS, str(LONGEST)) as server:
         expected = asyncio.run(answers(server, requests, 99, 0))
     model = str(ROOT / "server/demo")
-    with Server(*FLAGS, str(LONGEST), "--speculative-model", model, "--speculative-method", "draft") as server:
+    flags, env = ("--speculative-model", model, "--speculative-method", "draft"), guesses.guessing(tmp_path, 4)
+    with Server(*FLAGS, str(LONGEST), *flags, env=env) as server:
         assert 4 == httpx2.get(f"{server.url}/info").json()["speculate"]
         got = asyncio.run(answers(server, requests, 4, 0))
         metrics = server.metrics()
@@ -113,3 +115,17 @@ def test_whatever_is_asked_and_happens(method: str, troubles: tuple[str, ...], f
     assert (0, 0) == (told["others"], told["left"]), told
     assert told["request_guessed_tokens"] > told["request_right_guesses"] > 0
     assert [name for name in troubles if name != guesses.LEAVE] == [name for name in troubles if told.get(name)]
+
+
+@pytest.mark.rest
+def test_a_router_that_measures_lives_through_deaths_of_shards_and_leaving_clients() -> None:
+    """What guesses and a model's proposals cost is measured meanwhile, and decides; nobody has to ask again."""
+    requests = guesses.requests_of(96, 4)
+    room = ("--dtype", "float32", "--max-batch-total-tokens", str(guesses.LONGEST))
+    expected, _ = guesses.served(requests, *room)
+    speculating = ("--speculative-model", str(ROOT / "server/demo"), "--speculative-method", "draft")
+    got, metrics = guesses.served(requests, *room, *speculating, troubles=("kill", "leave"), is_measured=True)
+    told = guesses.compare(expected, got, metrics)
+    assert not [answer for answer in expected if "error" in answer]
+    assert (0, 0, 0) == (told["others"], told["left"], told["asked again"]), told
+    assert told["kill"] > 0, told

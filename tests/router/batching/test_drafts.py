@@ -137,6 +137,20 @@ def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
     assert steps[6] < steps[0] * 3 / 4
 
 
+async def test_a_step_takes_what_it_computes_however_late_its_reply_is_read() -> None:
+    """By the clock of a process without a core, several replies come at once."""
+    limits = make_limits(speculate=6)
+    batcher = Batcher(
+        fake_shards(limits, step_delay_s=0.004), byte_tokenizer(), limits, Metrics(limits), clock=lambda: 0.0
+    )
+    batching = asyncio.ensure_future(batcher.run())
+    await token_ids_of(batcher.submit(request_of(40, 5)))
+    await batcher.drain(5)
+    await batching
+    speculation = batcher._scheduler.speculation
+    assert speculation is not None and pytest.approx(0.004) == speculation.costs.plain(1)
+
+
 @pytest.mark.parametrize("wanted", [None, 2, 0])
 async def test_a_request_may_want_fewer_guesses(wanted: int | None) -> None:
     async with running(fake_shards(make_limits(), next_token=lambda *_: 65, step_delay_s=0.01), speculate=6) as at_work:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from router.drafting.acceptance import Acceptance
 from router.drafting.accounts import MOST_DEBT
 from router.drafting.drafter import Drafter, Guess, NgramDrafter
+from router.drafting.proposals import Asked
 from router.drafting.speculation import Candidate, Drafting, Known, Speculation, Verified, allot
 from router.drafting.step_costs import CREDIT, FEW, FRESH, StepCosts
 from tests.running import ROOT
@@ -247,3 +248,13 @@ def test_one_interrupted_step_does_not_end_guessing() -> None:
     assert [8] == allot(chances, 0, costs)
     costs.note(2, 2.0, has_drafts=True)
     assert [8] == allot(chances, 0, costs)
+
+
+def test_a_step_whose_proposals_took_all_of_its_time_tells_nothing_of_others() -> None:
+    speculation = Speculation(MOST, most_proposals=2)
+    drafting = speculation.begin([1, 2, 3])
+    for seconds in (0.02, 0.01):  # by two clocks, its proposals may even have taken longer than it did
+        speculation.stepped([drafting], (), 0, seconds, asked=Asked(2, 1, 0.02))
+        assert speculation.may_pay(1) and math.inf == speculation.costs.plain(1)
+    speculation.stepped([drafting], (), 0, 0.03, asked=Asked(2, 1, 0.02))
+    assert pytest.approx(0.01) == speculation.costs.plain(1)
