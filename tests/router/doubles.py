@@ -7,6 +7,7 @@ import importlib
 import json
 import signal
 import threading
+import time
 import zlib
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -261,7 +262,10 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    shards: FakeShardedClient | None = None, matching: FakeMatching | None = None, **overrides: Any
+    shards: FakeShardedClient | None = None,
+    matching: FakeMatching | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **overrides: Any,
 ) -> AsyncIterator[Running]:
     """Drained at the end, so that every invariant of a clean end can be checked after the block."""
     limits = make_limits(**overrides)
@@ -274,6 +278,7 @@ async def running(
         *(shards, byte_tokenizer(), limits, Metrics(limits)),
         matching=matching,
         adapters=adapters,
+        clock=clock,
         trace=traces.append,
     )
     task = asyncio.create_task(batcher.run())

@@ -92,6 +92,37 @@ async def test_everyone_gets_the_tokens_that_they_get_alone(
     assert is_clean(at_work)
 
 
+def clock_of(kind: str) -> Callable[[], float]:
+    """What a machine may show whose cores are busy, that slept, or whose clock is coarse."""
+    chance, now = random.Random(kind), 0.0
+
+    def read() -> float:
+        nonlocal now
+        now += chance.choice({"still": (0.0,), "coarse": (0.0,) * 9 + (0.004,), "leaps": (0.0, 1e-9, 1e-3, 9e4)}[kind])
+        return now
+
+    return read
+
+
+@pytest.mark.parametrize("kind", ["still", "coarse", "leaps"])
+@pytest.mark.parametrize(
+    "trouble",
+    [pytest.param(it, marks=[pytest.mark.rest] if it else [], id=name) for name, it in TROUBLE.items()],
+)
+@pytest.mark.parametrize("limits", ARRANGEMENTS, ids=str)
+async def test_whatever_the_clock_says_everyone_gets_their_tokens(
+    limits: dict[str, Any], trouble: dict[str, Any], kind: str
+) -> None:
+    """What is measured decides what is tried, and nothing else."""
+    limits = limits | {"speculate": MOST, "proposals": MOST}
+    shards = fake_shards(make_limits(**limits), propose=right_with(0.7), propose_delay_s=1e-5, **trouble)
+    async with running(shards, FakeMatching((3,)), clock_of(kind), **limits) as at_work:
+        entries = [at_work.batcher.submit(request, owner="ab"[n % 2]) for n, request in enumerate(REQUESTS)]
+        got = await asyncio.wait_for(asyncio.gather(*map(token_ids_of, entries)), 30)
+    assert [tokens_alone(entry.request) for entry in entries] == got
+    assert is_clean(at_work)
+
+
 STEP_S, ROW_S, PASS_S = 0.01, 0.0001, 0.0008  # of a step, of each row, and of each pass of the model that proposes
 
 
