@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,14 +255,17 @@ TROUBLES: dict[str, Trouble] = {"kill": kill, "stop": stop, "router": kill_route
 LEAVE = "leave"
 
 
-async def disturb(server: Server, names: Sequence[str], chance: random.Random, counts: Counter[str]) -> None:
-    """All of these in a row, as answers may come quickly, and then some at random, for ever.
+async def disturb(
+    server: Server, names: Sequence[str], chance: random.Random, counts: Counter[str], answers: Mapping[int, Any]
+) -> None:
+    """All of these in a row once there is an answer, and then some at random, for ever, now and then.
 
     counts: what happened, and what dead routers had counted.
     """
     at_once = len(names)
+    while not answers:
+        await asyncio.sleep(0.02)
     while True:
-        await asyncio.sleep(chance.uniform(1, 4))
         happening, at_once = chance.sample(names, at_once), min(len(names), chance.choice((1, 1, 2)))
         for name in happening:
             if name == "router":
@@ -277,6 +280,7 @@ async def disturb(server: Server, names: Sequence[str], chance: random.Random, c
                     if (await client.get("/health", headers=KEY)).status_code == 200:
                         break
                 await asyncio.sleep(0.1)
+        await asyncio.sleep(chance.uniform(1, 4))
 
 
 async def leave(server: Server, chance: random.Random) -> None:
@@ -300,7 +304,7 @@ async def answers_amid(
     clients, chance, counts = Clients(server.url, at_once), random.Random(seed), Counter[str]()
     going_on = [asyncio.create_task(leave(server, chance))] if LEAVE in troubles else []
     if others := [name for name in troubles if name != LEAVE]:
-        going_on.append(asyncio.create_task(disturb(server, others, chance, counts)))
+        going_on.append(asyncio.create_task(disturb(server, others, chance, counts, clients.answers)))
     try:
         answers = await clients.all_answers(requests)
     finally:

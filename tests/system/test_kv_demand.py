@@ -113,16 +113,22 @@ def _request(number: int, chance: random.Random) -> Asked:
     return "/generate", {"inputs": text, "parameters": own}
 
 
-async def all_answers(server: Server, requests: Sequence[Asked], num_kills: int = 0) -> list[Any]:
-    """All at once, with shards killed meanwhile."""
-    limits = httpx2.Limits(max_connections=None)
+async def all_answers(server: Server, requests: Sequence[Asked], num_kills: int = 0, at_once: int = 9999) -> list[Any]:
+    """So many at a time, with a shard killed whenever another part of them is answered."""
+    limits, turns = httpx2.Limits(max_connections=None), asyncio.Semaphore(at_once)
+
+    async def ask(client: httpx2.AsyncClient, path: str, asked: dict[str, Any]) -> Any:
+        async with turns:
+            return bare((await client.post(path, json=asked)).json())
+
     async with httpx2.AsyncClient(base_url=server.url, timeout=900, limits=limits) as client:
-        asking = [asyncio.create_task(client.post(path, json=asked)) for path, asked in requests]
+        asking = [asyncio.create_task(ask(client, *request)) for request in requests]
         for number in range(num_kills):
-            await asyncio.sleep(3)
+            while sum(task.done() for task in asking) < len(requests) * (number + 1) // (num_kills + 2):
+                await asyncio.sleep(0.02)
             shards = server.shards()
             os.kill(shards[number % len(shards)], signal.SIGKILL)
-        return [bare(answer.json()) for answer in await asyncio.gather(*asking)]
+        return await asyncio.gather(*asking)
 
 
 def bare(answer: Any) -> Any:

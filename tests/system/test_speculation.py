@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 
 from tests.running import ROOT, Server
 from tests.system import guesses
-from tests.system.test_kv_demand import FLAGS, LONGEST, ROOM, Asked, bare, requests_of
+from tests.system.test_kv_demand import FLAGS, LONGEST, ROOM, Asked, all_answers, requests_of
 
 TEXT = "The little fox walked along the river and found a ball. " * 4
 LOOP = {"max_new_tokens": 150, "details": True, "ignore_eos": True}
@@ -30,36 +26,18 @@ def repeating() -> list[Asked]:
     return found * 2
 
 
-async def answers(server: Server, requests: Sequence[Asked], at_once: int, num_kills: int) -> list[Any]:
-    """To all, so many at a time, with a shard killed after every fourth part of them."""
-    turns = asyncio.Semaphore(at_once)
-
-    async def ask(client: httpx2.AsyncClient, path: str, asked: dict[str, Any]) -> Any:
-        async with turns:
-            return bare((await client.post(path, json=asked)).json())
-
-    async with httpx2.AsyncClient(base_url=server.url, timeout=900) as client:
-        asking = [asyncio.create_task(ask(client, *request)) for request in requests]
-        for number in range(num_kills):
-            while sum(task.done() for task in asking) < len(requests) * (number + 1) // 4:
-                await asyncio.sleep(0.02)
-            shards = server.shards()
-            os.kill(shards[number % len(shards)], signal.SIGKILL)
-        return await asyncio.gather(*asking)
-
-
 def test_answers_are_those_without_a_draft_model(tmp_path: Path) -> None:
     """Which is the served model itself, so that it is always right; some requests want none of it."""
     requests = [*requests_of(5, 5), *repeating()[:6]]
     generate = {"inputs": TEXT[:90], "parameters": {**LOOP, "do_sample": True, "seed": 7}}
     requests += [("/generate", generate), ("/generate", {**generate, "parameters": LOOP | {"speculate": 0}})]
     with Server(*FLAGS, str(LONGEST)) as server:
-        expected = asyncio.run(answers(server, requests, 99, 0))
+        expected = asyncio.run(all_answers(server, requests))
     model = str(ROOT / "server/demo")
     flags, env = ("--speculative-model", model, "--speculative-method", "draft"), guesses.guessing(tmp_path, 4)
     with Server(*FLAGS, str(LONGEST), *flags, env=env) as server:
         assert 4 == httpx2.get(f"{server.url}/info").json()["speculate"]
-        got = asyncio.run(answers(server, requests, 4, 0))
+        got = asyncio.run(all_answers(server, requests, at_once=4))
         metrics = server.metrics()
     assert not [answer for answer in expected if "error" in answer]
     assert expected == got
@@ -81,11 +59,11 @@ def test_answers_are_those_without_a_draft_model(tmp_path: Path) -> None:
 def test_answers_are_those_without_guesses(flags: tuple[str, ...], tokens: int, num_kills: int) -> None:
     requests = [*requests_of(9, 5), *repeating()]
     with Server(*FLAGS, str(ROOM), *flags) as server:
-        expected = asyncio.run(answers(server, requests, 99, 0))
+        expected = asyncio.run(all_answers(server, requests))
         assert 0 == server.metrics()["tgi_request_guessed_tokens"]
     with Server(*FLAGS, str(tokens), *flags, "--speculate", "8") as server:
         assert 8 == httpx2.get(f"{server.url}/info").json()["speculate"]
-        got = asyncio.run(answers(server, requests, 4, num_kills))
+        got = asyncio.run(all_answers(server, requests, num_kills, at_once=4))
         metrics = server.metrics()
     assert not [answer for answer in expected if "error" in answer]
     assert expected == got
