@@ -16,7 +16,7 @@ from launch.logs import printable
 from launch.processes import Child, ChildCommand
 
 WINDOW_S = 600.0
-LONGEST_DELAY_S = 16.0
+MOST_DOUBLINGS = 4  # of a delay of a second
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,13 @@ class RestartPolicy:
             return 0.0
         while self._counted and self._counted[0] <= now - WINDOW_S:
             self._counted.popleft()
+        if not self._counted:  # it has worked for a while
+            self._in_a_row = 0
         self._counted.append(now)
         self._in_a_row += 1
         if len(self._counted) >= self._most:
             return None
-        return 0.0 if self._in_a_row == 1 else min(2.0 ** (self._in_a_row - 2), LONGEST_DELAY_S)
+        return 0.0 if self._in_a_row == 1 else 2.0 ** min(self._in_a_row - 2, MOST_DOUBLINGS)
 
 
 def culprit(ended: Sequence[Child]) -> Child | None:

@@ -79,9 +79,9 @@ class Supervisor:
         self._phase = Phase.STARTING
         self._shards: list[Child] = []  # of the group that serves, or that loads
         self._remote_nodes = remote_nodes
-        self._group = 1
+        self._group = 1  # that serves, loads or comes next
         self._is_warm = False  # whether this group has been ready for a router
-        self._sockets = sockets
+        self._started_group = 1, sockets  # the latest that was started: a router waits there for the next one
         self._failed: list[Child] = []  # of this group or launch, in the order in which they ended
         self._report: Mapping[str, Any] | None = None  # why the router gave this group up
         self._verb = "stopped"
@@ -254,6 +254,7 @@ class Supervisor:
             shard.signal(signal.SIGKILL)
         self._pool.gone += self._shards
         self._shards = []
+        self._is_warm = False
         delay = self._group_deaths.delay(time.monotonic())
         if delay is None:
             self._give_up(sentence)
@@ -278,10 +279,11 @@ class Supervisor:
             self._timers.set("start", REAP_S, self._start_group)
             return
         try:
-            commands, self._sockets = self._restart.group(self._group)
+            commands, sockets = self._restart.group(self._group)
         except (OSError, Refusal) as error:
             self._give_up(f"the shards cannot be started again: {error}")
             return
+        self._started_group = self._group, sockets
         self._start(commands)
 
     def _start(self, commands: Sequence[ChildCommand]) -> None:
@@ -302,10 +304,10 @@ class Supervisor:
             return
         if self._phase is Phase.STARTING:
             return
-        self._is_warm = False
         self._timers.set("load", self._load_s, self._end_group)
         if self._router.child is not None:
-            self._router.child.tell({"group": self._group, "sockets": list(self._sockets)})
+            number, sockets = self._started_group
+            self._router.child.tell({"group": number, "sockets": list(sockets)})
 
     def _give_up(self, sentence: str) -> None:
         """Let the router tell its clients why, and end."""
@@ -333,7 +335,7 @@ class Supervisor:
     def _start_router(self) -> None:
         assert self._restart is not None
         try:
-            self._spawn(self._restart.router(self._group, self._sockets, self._is_warm))
+            self._spawn(self._restart.router(*self._started_group, self._is_warm))
         except (OSError, Refusal) as error:
             self._give_up(f"the router cannot be started again: {error}")
             return

@@ -28,8 +28,13 @@ def test_a_token_ends_a_row_but_not_the_count() -> None:
 def test_old_deaths_are_forgotten() -> None:
     restarts = RestartPolicy(2)
     assert 0.0 == restarts.delay(0.0)
-    assert restarts.delay(WINDOW_S) is not None
+    assert restarts.delay(WINDOW_S) == 0.0  # as the first
     assert restarts.delay(WINDOW_S + 1.0) is None
+
+
+def test_deaths_without_end_back_off_as_far_as_ever() -> None:
+    restarts = RestartPolicy(6)
+    assert [16.0] * 1990 == [restarts.delay(0.2 * WINDOW_S * n) for n in range(2000)][10:]
 
 
 def test_none_may_be_allowed() -> None:

@@ -217,6 +217,26 @@ def test_a_router_and_its_shards_may_die_together() -> None:
 
 
 @pytest.mark.rest
+def test_a_router_may_die_while_the_next_shards_are_held_back() -> None:
+    """As they are after the second death without a token between."""
+    with Server("--model-id", "null") as server:
+        expected = answer(server)
+        for death in range(3):  # the first one follows a token
+            asyncio.run(recovery_after(server, death - 1))
+            os.kill(server.shards()[0], signal.SIGKILL)
+        router = server.router()
+        os.kill(router, signal.SIGKILL)
+        while Path(f"/proc/{router}").exists():
+            time.sleep(0.02)
+        again(server)
+        assert expected == answer(server)
+        server.stop(signal.SIGTERM)
+        code, log = server.wait()
+    assert 0 == code
+    assert 3 == log.count("all shards are started again") and "started again in 1 s" in log
+
+
+@pytest.mark.rest
 @pytest.mark.parametrize("stages", [1, 2])
 def test_routers_and_shards_may_die_one_after_the_other(stages: int) -> None:
     """The shards that took over were asked for the KV cache of those before; a router asks for that of the settings."""
