@@ -70,7 +70,7 @@ from router.scheduling.request import (
 )
 from router.scheduling.scheduler import Scheduler
 from router.shards.client import Prepared, ShardError, Shards, StepReply
-from router.shards.wire import mistake_in, planned_request, proposals_of
+from router.shards.wire import mistake_in_step, planned_request, proposals_of
 from router.telemetry.metrics import Metrics, StepTrace
 from router.text.generated import FinishReason, GeneratedText
 from router.text.tokenizer import ModelTokenizer
@@ -267,9 +267,7 @@ class Batcher:
             may_send = self._awaits_others and len(self._under_way) < self._most_under_way
             if (reply := await self._replies.next(self._work if may_send else None)) is None:
                 return True  # a sequence that was held may go on before it comes
-            due = self._under_way[0].plan
-            vocab_size = self.limits.vocab_size
-            if mistake := mistake_in(reply, due.number, vocab_size, due.drafts, due.proposals, due.proposed):
+            if mistake := mistake_in_step(reply, self._under_way[0].plan, self.limits.vocab_size):
                 raise ShardError(0, mistake)
             self._deliver(self._under_way.popleft(), reply)
         elif self._is_draining and not self._awaits_others:

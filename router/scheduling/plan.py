@@ -94,11 +94,18 @@ class StepPlan(NamedTuple, Generic[S]):
     proposals: int = 0  # Tokens that a speculative model proposes for the next step …
     proposed: Sequence[int] = ()  # … behind what each of these sequences gets in this one.
     adapters: Sequence[Placed] = ()  # Rows that have another adapter from here on, once the first have left.
+    completed: Collection[int] = ()  # Of those with a chunk, the ones whose prompt ends with it: each gets a token.
 
     @property
     def num_decoding(self) -> int:
         """How many sequences go on from their latest tokens; each gets one, or with guesses that are right, more."""
         return len(self.decoding) + len(self.drafts)
+
+    def gives_token(self, id: int) -> bool:
+        """Whether this sequence, which is concerned, gets a token: others get but a part of a prompt, or blocks."""
+        if id in self.chunks:
+            return id in self.completed
+        return id in self.drafts or self.concerned[id] in self.decoding
 
     @property
     def is_awaited(self) -> bool:

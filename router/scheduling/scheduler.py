@@ -233,16 +233,21 @@ class Scheduler(Generic[S]):
             proposals=proposals,
             proposed=proposed,
             adapters=self.adapters.take_changes(number),
+            completed=[id for id in chunks if not self.running[id].num_prompt_left],
         )
         lane.planned(plan)
-        if self.speculation is not None and self.speculation.most_proposals:
-            lane.num_repeats = min(lane.num_repeats, ASKED_AGAIN)
-        if isinstance(self._cache.checkpoints, States):  # a step that keeps states is no repetition
-            borders = [entry.steps_to_border - 1 for entry in decoding if entry.border]
-            lane.num_repeats = min([lane.num_repeats, *borders])
+        self._limit_repeats(lane, decoding)
         if self.forecast is not None:
             self.forecast.planned(plan)
         return plan
+
+    def _limit_repeats(self, lane: Lane[S], decoding: Sequence[S]) -> None:
+        """A step is no repetition of the one before where a model should be asked again, or where states are kept."""
+        if self.speculation is not None and self.speculation.most_proposals:
+            lane.num_repeats = min(lane.num_repeats, ASKED_AGAIN)
+        if isinstance(self._cache.checkpoints, States):
+            borders = [entry.steps_to_border - 1 for entry in decoding if entry.border]
+            lane.num_repeats = min([lane.num_repeats, *borders])
 
     def _guess(
         self, decoding: list[S], grown: dict[int, Sequence[int]], prefill_tokens: int

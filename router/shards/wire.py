@@ -208,18 +208,20 @@ def token_mask(mask: Mask, places: Sequence[tuple[int, int]]) -> TokenMask:
     return found
 
 
-def mistake_in(
-    reply: StepReply,
-    step: int,
-    vocab_size: int,
-    drafts: Mapping[int, Extension],
-    proposals: int = 0,
-    proposed: Collection[int] = (),
-) -> str | None:
-    """What no sound shard answers to a step with these drafts; None where there is nothing of the kind.
+def mistake_in_step(reply: StepReply, plan: StepPlan[Entry], vocab_size: int) -> str | None:
+    """What no sound shard answers to this step; None where there is nothing of the kind."""
+    if mistake := mistake_in(reply, plan.number, vocab_size, plan.drafts):
+        return mistake
+    came = set(reply.ids)
+    if came != plan.concerned.keys() and not reply.error and (mistake := _mistake_in_sequences(came, plan)):
+        return mistake
+    if reply.proposal_ids or reply.proposal_counts:
+        return _mistake_in_proposals(reply, vocab_size, plan.proposals, plan.proposed)
+    return None
 
-    proposals, proposed: how many tokens it was asked to propose, and for which sequences.
-    """
+
+def mistake_in(reply: StepReply, step: int, vocab_size: int, drafts: Mapping[int, Extension]) -> str | None:
+    """The same by the reply and these drafts alone."""
     if reply.step != step:
         return f"answered step {reply.step} when step {step} was due"
     num_tokens, num_tops = len(reply.ids), sum(reply.top_counts)
@@ -230,12 +232,20 @@ def mistake_in(
         return f"generated token {max(reply.token_ids)} of a vocabulary of {vocab_size}"
     if len(set(reply.ids)) < num_tokens and (mistake := _mistake_in_drafted(reply, drafts)):
         return mistake
-    if reply.proposal_ids and (mistake := _mistake_in_proposals(reply, vocab_size, proposals, proposed)):
-        return mistake
     for prompt in reply.prompt:
         num_top = len(prompt.top_ids)
         if num_top != len(prompt.top_logprobs) or num_top % (len(prompt.logprobs) or num_top or 1):
             return f"answered step {reply.step} with candidates of a prompt that are not as many for each token"
+    return None
+
+
+def _mistake_in_sequences(came: set[int], plan: StepPlan[Entry]) -> str | None:
+    """The same of those that got tokens. Who left meanwhile, under the id that it had, need not be there."""
+    for id in came - plan.concerned.keys():
+        return f"answered step {plan.number} with a token of sequence {id}, which it did not compute"
+    for id in plan.concerned.keys() - came:
+        if plan.concerned[id].id == id and plan.gives_token(id):
+            return f"answered step {plan.number} without a token of sequence {id}"
     return None
 
 
@@ -261,7 +271,7 @@ def _mistake_in_proposals(reply: StepReply, vocab_size: int, most: int, asked: C
         return f"answered step {reply.step} with proposals in columns of different lengths"
     if len(set(ids)) < len(ids) or not set(ids) <= set(asked):
         return f"answered step {reply.step} with proposals for sequences that were not asked about, or twice"
-    if max(counts) > most:
+    if max(counts, default=0) > most:
         return f"answered step {reply.step} with {max(counts)} proposals for a sequence, and {most} were asked for"
     if token_ids and max(token_ids) >= vocab_size:
         return f"proposed token {max(token_ids)} of a vocabulary of {vocab_size}"

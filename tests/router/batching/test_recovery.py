@@ -128,10 +128,19 @@ async def test_three_deaths_before_its_first_token_do_not_condemn_a_request() ->
 
 
 @pytest.mark.parametrize(
-    ("column", "values"),
-    [("ids", [1, 2, 3, 4]), ("token_ids", [257]), ("top_ids", [1, 2, 3]), ("logprobs", [0.0] * 7)],
+    "columns",
+    [
+        {"ids": [1, 2, 3, 4]},
+        {"ids": [99]},
+        {"ids": [], "token_ids": [], "logprobs": [], "top_counts": []},
+        {"token_ids": [257]},
+        {"top_ids": [1, 2, 3]},
+        {"logprobs": [0.0] * 7},
+        {"proposal_counts": [1]},
+    ],
+    ids=str,
 )
-def test_nonsense_is_the_end_of_its_shards_and_reaches_nobody(column: str, values: list[int]) -> None:
+def test_nonsense_is_the_end_of_its_shards_and_reaches_nobody(columns: dict[str, list[int]]) -> None:
     async def story() -> None:
         shards = at_risk()
         async with running(shards) as at_work:
@@ -141,8 +150,9 @@ def test_nonsense_is_the_end_of_its_shards_and_reaches_nobody(column: str, value
 
             async def lie() -> Any:
                 reply = await honest()
-                del getattr(reply, column)[:]
-                getattr(reply, column).extend(values)
+                for column, values in columns.items():
+                    del getattr(reply, column)[:]
+                    getattr(reply, column).extend(values)
                 shards.receive = honest
                 return reply
 
