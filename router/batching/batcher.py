@@ -336,7 +336,9 @@ class Batcher:
         propose_seconds, forward_seconds = reply.propose_ns / 1e9, reply.forward_ns / 1e9
         # Of replies that came while this process had no core, the second seems to have taken no time.
         seconds = max(received_at - began_at, propose_seconds + forward_seconds)
-        self._scheduler.timed(step.plan, seconds - propose_seconds)
+        is_telling = reply.forward_ns > 0  # shards compute nothing for sequences that they lost in the step before
+        if is_telling:
+            self._scheduler.timed(step.plan, seconds - propose_seconds)
         for prompt in reply.prompt:
             if (entry := self._live.get(prompt.id)) is not None:
                 entry.note_logprobs(prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
@@ -362,7 +364,7 @@ class Batcher:
         proposals = proposals_of(reply)
         for entry, token_ids in going_on.items():
             self._go_on(entry, token_ids, proposals.get(entry.id))
-        num_right = self._scheduler.stepped(step.plan, seconds, propose_seconds, len(proposals))
+        num_right = self._scheduler.stepped(step.plan, seconds if is_telling else None, propose_seconds, len(proposals))
         if step.plan.drafts:
             self._metrics.guessed(step.plan.num_guesses, num_right)
         if step.plan.proposals:

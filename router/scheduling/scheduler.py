@@ -524,10 +524,12 @@ class Scheduler(Generic[S]):
         drafting.came(entry.generated_ids[entry.num_told :])
         entry.num_told = len(entry.generated_ids)
 
-    def stepped(self, plan: StepPlan[S], seconds: float, propose_seconds: float = 0.0, num_proposed: int = 0) -> int:
+    def stepped(
+        self, plan: StepPlan[S], seconds: float | None, propose_seconds: float = 0.0, num_proposed: int = 0
+    ) -> int:
         """All that the step has brought is delivered: learn what guesses are worth. Returns how many were right.
 
-        propose_seconds: what of it a model took to propose tokens, for so many sequences.
+        seconds: that it took; None: not known. propose_seconds: what of it a model took to propose tokens, for so many sequences.
         """
         if self.speculation is None:
             return 0
@@ -712,6 +714,8 @@ class Scheduler(Generic[S]):
         """Give a sequence blocks for so many generated tokens, or all that it may get; whether there were enough."""
         assert self.forecast is not None
         more, count = self._missing(entry, new_tokens)
+        if more <= 0:  # guesses that it was given blocks for have not come
+            return True
         if not self._is_free(more, count, ()):
             return False
         self.reserved_tokens += more

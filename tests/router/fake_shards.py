@@ -262,10 +262,12 @@ class FakeShardedClient:
         _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
         began_at = max(self.clock(), self._busy_until)
         reply = self._run(request)
-        rows = sum(request.chunk_tokens) + sum(len(draft.token_ids) for draft in request.drafts)
+        chunks = zip(request.chunk_ids, request.chunk_tokens, strict=True)
+        rows = sum(count for id, count in chunks if id not in self._gone)
+        rows += sum(len(draft.token_ids) for draft in request.drafts if draft.id not in self._gone)
         rows += len({*reply.ids} - {*request.chunk_ids} - {draft.id for draft in request.drafts})
         seconds = self.step_delay_s + rows * self.row_delay_s
-        reply.forward_ns = int(seconds * 1e9)
+        reply.forward_ns = int(seconds * 1e9) + (rows > 0)
         self._busy_until = began_at + seconds + reply.propose_ns / 1e9
         self._replies.append((self._busy_until, reply, request.lane))
         of_lane = sum(lane == request.lane for _, _, lane in self._replies)

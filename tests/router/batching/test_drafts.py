@@ -40,6 +40,7 @@ ARRANGEMENTS: list[dict[str, Any]] = [
     {"prefix_caching": True},
     {"num_lanes": 2},
     {"kv_admission": "demand", "waiting_served_ratio": 0.0, "max_batch_total_tokens": 160},
+    {"kv_admission": "demand", "waiting_served_ratio": 0.0, "max_batch_total_tokens": 160, "block_size": 2},
     with_states((2, 2, 0, 0), 16) | {"prefix_caching": True},
     with_states((2, 2, 2, 8), 16) | {"prefix_caching": True},
 ]
@@ -135,6 +136,16 @@ def test_repetition_is_found_and_comes_in_fewer_steps() -> None:
 
     in_virtual_time(story)
     assert steps[6] < steps[0] * 3 / 4
+
+
+async def test_a_step_whose_sequences_were_lost_tells_no_times() -> None:
+    """Of two chunks that are under way the first fails, so that the second is answered at once."""
+    limits: dict[str, Any] = {"speculate": 4, "max_batch_prefill_tokens": 16, "token_seconds": 0.001}
+    shards = fake_shards(make_limits(**limits), row_delay_s=0.001, failing_steps={3: "it failed"})
+    async with running(shards, **limits) as at_work:
+        await token_ids_of(at_work.batcher.submit(request_of(64, 4)))
+        speculation = at_work.batcher._scheduler.speculation
+    assert speculation is not None and 0.001 == pytest.approx(speculation.costs.prompts(1), rel=0.1)
 
 
 async def test_a_step_takes_what_it_computes_however_late_its_reply_is_read() -> None:
