@@ -529,7 +529,8 @@ class Scheduler(Generic[S]):
     ) -> int:
         """All that the step has brought is delivered: learn what guesses are worth. Returns how many were right.
 
-        seconds: that it took; None: not known. propose_seconds: what of it a model took to propose tokens, for so many sequences.
+        seconds: that it took; None: not known. propose_seconds: what of it a model took to propose tokens, for so many
+        sequences.
         """
         if self.speculation is None:
             return 0

@@ -320,6 +320,8 @@ class Engine:
 
     def _speculate(self, proposer: Proposer, request: pb.StepRequest, plan: StepRuns, launched: Launched) -> None:
         """Have tokens proposed behind those of a step, where the router asks for them."""
+        if request.extend or request.drafts:  # what steps brought that this rank, unlike rank 0, may not have read yet
+            self._finish_unread()
         proposer.see(plan)
         launched.tell(proposer.came)
         while self._unread and self._unread[0].is_read:
@@ -328,12 +330,17 @@ class Engine:
         if not request.proposals:
             proposer.follow(plan, features)
             return
-        for step in (*self._unread, launched):
-            step.finish()
+        self._finish_unread()
+        launched.finish()
         began = time.perf_counter_ns()
         wanted = dict.fromkeys(request.proposed_ids, min(request.proposals, proposer.most))
         proposals = proposer.propose(plan, features, launched.came, wanted)
         launched.propose(proposals, time.perf_counter_ns() - began)
+
+    def _finish_unread(self) -> None:
+        """Have the proposer told of all steps before."""
+        for step in self._unread:
+            step.finish()
 
     def _states(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
         """The rows of these sequences, and the blocks of their states; none where other stages alone have states."""

@@ -75,6 +75,35 @@ def test_another_model_changes_nothing(checkpoints: Checkpoints, kernels: Kernel
     assert drafter.refused > 10
 
 
+@pytest.mark.parametrize("kind", ["draft", "extend"])
+def test_tokens_that_come_back_before_their_step_was_read_are_noted_once(kernels: Kernels, kind: str) -> None:
+    """Ranks but the first may read a step after the router has sent what follows from it."""
+
+    def noted(*, is_late: bool) -> tuple[int, list[int], list[Any]]:
+        engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
+        request = pb.StepRequest(chunk_ids=[1], chunk_tokens=[3])
+        request.add.add(id=1, token_ids=[7, 8, 9], blocks=[1, 2], sampling=GREEDY)
+        first = engine.launch(request)
+        assert first is not None
+        known = [first._chosen[0].token_ids.tolist()[0], 50]  # as rank 0 tells the router
+        if not is_late:
+            first.finish()
+        if kind == "draft":
+            request = pb.StepRequest(proposals=2, proposed_ids=[1])
+            request.drafts.add(id=1, position=3, token_ids=known)
+        else:
+            request = pb.StepRequest(proposals=2, proposed_ids=[1], chunk_ids=[1], chunk_tokens=[2])
+            request.extend.add(id=1, position=3, token_ids=known)
+        second = engine.launch(request)
+        assert second is not None
+        proposals = second.finish().proposals
+        assert engine._sequences is not None
+        followed = engine._sequences.sequences[1].followed
+        return followed.computed, followed.pending, list(proposals)
+
+    assert noted(is_late=False) == noted(is_late=True)
+
+
 def test_captured_passes(kernels: Kernels) -> None:
     engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
     capture = Repeating()
