@@ -55,6 +55,7 @@ class Drafting:
         self._acceptance = Acceptance(known.chances)
         self._skill = Skill(known.places)
         self._proposal = Proposal()
+        self._is_proposed: bool | None = None  # whether that is guessed; None: nobody has asked yet
         self._guess: Guess | None = None  # of what comes next, from the text …
         self._num_asked = 0  # … for which so many tokens were asked
 
@@ -63,22 +64,27 @@ class Drafting:
         guess = self._drafter.guess(1) if self._guess is None else self._guess
         self._acceptance.note(guess, token_ids)
         self._drafter.extend(token_ids)
-        self._guess = None
+        self._guess = self._is_proposed = None
         if self._proposal.token_ids:
             self._acceptance.note(_guess_of(self._proposal, len(token_ids)), token_ids)
             self._proposal = self._skill.compare(self._proposal, token_ids)
 
     def propose(self, proposal: Proposal) -> None:
         """A model proposes this behind the text as it is now."""
-        self._proposal = proposal
+        self._proposal, self._is_proposed = proposal, None
 
     def guess(self, most: int) -> Guess:
-        """What may come next, at most so many tokens: of what the text says and what is proposed, the likelier."""
+        """What may come next, at most so many tokens: of what the text says and what is proposed, the likelier.
+
+        Until something comes, fewer tokens are the first of more: a grammar's masks are those behind what was guessed.
+        """
         text = self._text_guess(most)
         if not self._proposal.token_ids:
             return text
         proposed = _guess_of(self._proposal, most)
-        return proposed if sum(self.chances(proposed)) >= sum(self.chances(text)) else text
+        if self._is_proposed is None:
+            self._is_proposed = sum(self.chances(proposed)) >= sum(self.chances(text))
+        return proposed if self._is_proposed else text
 
     def _text_guess(self, most: int) -> Guess:
         """The same, but for its number, until something has come."""

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from router.drafting.acceptance import Acceptance
 from router.drafting.accounts import MOST_DEBT
 from router.drafting.drafter import Drafter, Guess, NgramDrafter
-from router.drafting.proposals import Asked
+from router.drafting.proposals import Asked, Proposal
 from router.drafting.speculation import Candidate, Drafting, Known, Speculation, Verified, allot
 from router.drafting.step_costs import CREDIT, FEW, FRESH, StepCosts
 from tests.running import ROOT
@@ -258,3 +258,33 @@ def test_a_step_whose_proposals_took_all_of_its_time_tells_nothing_of_others() -
         assert speculation.may_pay(1) and math.inf == speculation.costs.plain(1)
     speculation.stepped([drafting], (), 0, 0.03, asked=Asked(2, 1, 0.02))
     assert pytest.approx(0.01) == speculation.costs.plain(1)
+
+
+class Says:
+    """A drafter that always says the same."""
+
+    def __init__(self, *token_ids: int) -> None:
+        self._said = Guess(token_ids, match=3)
+
+    def extend(self, token_ids: Sequence[int]) -> None: ...
+
+    def guess(self, most: int) -> Guess:
+        return self._said._replace(token_ids=self._said.token_ids[:most])
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("most", [8, 1])
+def test_what_is_guessed_stays_the_same_until_something_comes(most: int) -> None:
+    """The text promises more of eight tokens, the proposal of one; a grammar's masks are of what was guessed first."""
+    drafting = Drafting(Says(*[1] * 8), 8)
+    drafting.propose(Proposal((2,), (math.log(0.5),)))
+    text = drafting.chances(Guess((1,) * 8, match=3))
+    [proposed] = drafting.chances(Guess((2,), logprobs=(math.log(0.5),)))
+    assert text[0] < proposed < sum(text)
+    first = drafting.guess(most).token_ids
+    for fewer in range(1, 9):
+        assert drafting.guess(fewer).token_ids[0] == first[0]
+    drafting.came([5])
+    drafting.propose(Proposal((3,), (math.log(0.5),)))
+    assert (3,) == drafting.guess(1).token_ids
