@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -170,6 +171,8 @@ class StepStream:
         self._start = start
         self._deadlines = deadlines or Deadlines()
         self._number = 0  # of the latest step, over all streams
+        self._first = 1  # number of this stream
+        self._refused: set[int] = set()  # steps that rank 0 failed while it went on
         self._answered = asyncio.Event()  # set by whatever comes from another rank, and when a step of ours is done …
         self._changed = asyncio.Event()  # … and this one not by answers without an error, which come all the time
         self._dialling = asyncio.Lock()
@@ -211,12 +214,14 @@ class StepStream:
             yield failure
             return
         started: asyncio.Queue[tuple[int, asyncio.Future[pb.StepReply]] | None] = asyncio.Queue()
+        self._first = self._number + 1
 
         async def read() -> None:
             try:
                 async for request in requests:
                     await self._room()
-                    started.put_nowait((self._pass_on(request), self._start(request)))
+                    started.put_nowait((number := self._pass_on(request), own := self._start(request)))
+                    own.add_done_callback(partial(self._note, number))
             finally:
                 started.put_nowait(None)
 
@@ -264,7 +269,6 @@ class StepStream:
         """Rank 0's reply to step `number` if all ranks agree with it, else the failure that ends the stream."""
         if not self._links:
             return await asyncio.shield(own)
-        own.add_done_callback(lambda _: self._notice(True))
         patience, since = math.inf, 0.0
         while (reply := self._settled(number, own)) is None:
             if (now := self._patience(number, own)) != patience:
@@ -284,8 +288,21 @@ class StepStream:
         if is_change:
             self._changed.set()
 
+    def _note(self, number: int, own: asyncio.Future[pb.StepReply]) -> None:
+        """Rank 0 has done a step."""
+        if self._links and own.result().error:
+            self._refused.add(number)
+        self._notice(True)
+
+    def _forget_earlier(self) -> None:
+        """What all ranks refused alike in a stream before, of a router that died before it read that."""
+        for other in self._links:
+            for number in [number for number in other.errors if number < self._first and number in self._refused]:
+                del other.errors[number]
+
     def _settled(self, number: int, own: asyncio.Future[pb.StepReply]) -> pb.StepReply | None:
         """What can be said to the router now; None while another rank or our own step has to be waited for."""
+        self._forget_earlier()
         reply = own.result() if own.done() else None
         if self._has_ended(number, reply):
             return self._failure(number, own)
@@ -302,6 +319,7 @@ class StepStream:
             return self._failure(number, own)
         for other in failed:
             del other.errors[number]
+        self._refused.discard(number)
         return reply  # all ranks failed alike, and lost the same sequences
 
     def _has_ended(self, number: int, reply: pb.StepReply | None) -> bool:

@@ -145,6 +145,27 @@ def test_a_step_reaches_the_others_while_rank_0_computes_the_one_before(tmp_path
     play(story, tmp_path, {1: HOLD}, {})
 
 
+def test_what_all_refused_alike_for_a_router_that_died_is_nothing_to_the_next(tmp_path: Path) -> None:
+    """Whether the others' refusals came before the next router or come behind its first step."""
+
+    async def story(ranks: Ranks) -> None:
+        first = ranks.run(1, 2, 3)
+        assert 1 == (await anext(first)).step
+        await eventually(lambda: all(len(rank.steps) == 3 for rank in ranks.ranks))
+        await first.aclose()  # type: ignore[attr-defined]
+        second = ranks.run(4, 5)
+        waiting = asyncio.ensure_future(anext(second))
+        await eventually(lambda: all(len(rank.steps) == 5 for rank in ranks.ranks))
+        ranks.ranks[2].futures[3].set_result(pb.StepReply(step=3, error=refusal))
+        assert [4, 5] == [(await waiting).step, (await anext(second)).step]
+        ranks.send(6, 7, 8)  # which rank 0 may answer before it hears of the sixth
+        assert (2, "a tile was lost") == await failure(second)
+
+    refusal = "ValueError: sequence 9 is one too many"
+    refused: Script = {2: refusal, 3: refusal}
+    play(story, tmp_path, refused, refused, refused | {3: HOLD, 6: "a tile was lost"})
+
+
 def test_a_reply_waits_for_the_others_step_before_alone(tmp_path: Path) -> None:
     async def story(ranks: Ranks) -> None:
         replies = ranks.run(1, 2)
