@@ -87,9 +87,9 @@ class Adapters:
             raise
 
     def _fill(self, row: int, key: bytes) -> None:
-        if key not in self._prepared:
+        if (changes := self._prepared.get(key)) is None:
             raise ValueError(f"adapter {key.hex()} goes to row {row}, but it is not prepared")
-        self._put(row, self._prepared[key])
+        self._put(row, changes)
 
     def _put(self, row: int, changes: list[Change]) -> None:
         self._placed[row] = changes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from server.stepping.proposals import Came, Proposal, Surroundings
 from server.stepping.sampling import Chosen
 from server.stepping.sequences import SequenceState, StepRuns
 
-MOST_BEHIND = 512  # tokens of one sequence that it catches up with in a step: all the step's sequences wait for them
+# Tokens that it catches up with in a step, of each prompt that is computed and of all other sequences together: all the
+# step's sequences wait for them.
+MOST_BEHIND = 512
 
 
 @dataclass
@@ -107,16 +109,21 @@ class DraftModel:
         self, plan: StepRuns, features: Tensor | None, came: Sequence[Came], wanted: Mapping[int, int]
     ) -> list[Proposal]:
         drafted = {run.sequence.id for run in plan.drafts if run.guesses}
-        links = []
+        chunks = {run.sequence.id: run for run in plan.chunks}
+        links, others, left = [], list[SequenceState](), MOST_BEHIND
         for sequence, token_ids in came:
             sequence.followed.confirm()
             most = min(wanted.get(sequence.id, 0), self._room(sequence))
-            if most > 0 and len(sequence.followed.pending) <= MOST_BEHIND:
+            of_step = chunks[sequence.id].length if sequence.id in chunks else self.most + 1
+            behind = max(0, len(sequence.followed.pending) - of_step)
+            if most > 0 and behind <= left:
+                left -= behind
                 unknown = token_ids if sequence.id in drafted else ()
                 links.append(Link(sequence, sequence.followed.end, most, unknown))
-        asked = {link.sequence.id for link in links}
-        others = chain((sequence for sequence, _ in came if sequence.id in wanted), (r.sequence for r in plan.chunks))
-        self._catch_up(sequence for sequence in others if sequence.id not in asked)
+                chunks.pop(sequence.id, None)
+            elif sequence.id in wanted and sequence.id not in chunks:
+                others.append(sequence)
+        self._catch_up((run.sequence for run in chunks.values()), others, left)
         if not links:
             return []
         assert self._passes is not None, "the engine opens it with its cache"
@@ -134,17 +141,24 @@ class DraftModel:
             room = min(room, self._model.max_positions)
         return room + 1 - followed.end
 
-    def _catch_up(self, sequences: Iterable[SequenceState]) -> None:
-        """Compute what is pending of these, as far as there is room, and propose nothing."""
+    def _catch_up(self, chunks: Iterable[SequenceState], others: Iterable[SequenceState] = (), left: int = 0) -> None:
+        """Compute what is pending of these, as far as there is room, and propose nothing. left: tokens of `others`."""
         assert self._passes is not None, "the engine opens it with its cache"
-        behind = {}
-        for sequence in sequences:
-            followed = sequence.followed
-            count = min(len(followed.pending), MOST_BEHIND, self._room(sequence) - 1 + len(followed.pending))
-            if count > 0:
-                behind[sequence.id] = sequence, count
+        behind = []
+        for sequence in chunks:
+            if (count := min(self._computable(sequence), MOST_BEHIND)) > 0:
+                behind.append((sequence, count))
+        for sequence in others:
+            if (count := min(self._computable(sequence), left)) > 0:
+                behind.append((sequence, count))
+                left -= count
         if behind:
-            self._passes.compute(list(behind.values()))
+            self._passes.compute(behind)
+
+    def _computable(self, sequence: SequenceState) -> int:
+        """How many pending tokens have room."""
+        pending = len(sequence.followed.pending)
+        return min(pending, self._room(sequence) - 1 + pending)
 
 
 class DraftPasses:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from server.backends.cpu import Kernels
 from server.drafting.alignment import AlignedLogits
-from server.drafting.draft_model import Followed
+from server.drafting.draft_model import DraftPasses, Followed
 from server.drafting.load import refuse_other_vocabulary
 from server.pb import generate_pb2 as pb
 from server.ranks.collectives import Shard
@@ -194,6 +194,32 @@ def test_it_catches_up_a_part_at_a_time(kernels: Kernels, monkeypatch: pytest.Mo
     monkeypatch.setattr("server.drafting.draft_model.MOST_BEHIND", 5)
     engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
     check_same(engine, asked=0.5)
+
+
+def test_sequences_together_catch_up_a_part_at_a_time(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After steps that asked for nothing, the first that does is no longer than others, and soon all get proposals."""
+    monkeypatch.setattr("server.drafting.draft_model.MOST_BEHIND", 20)
+    engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
+    computed: list[int] = []
+    compute = DraftPasses.compute
+
+    def counted(self: DraftPasses, behind: Any) -> Any:
+        computed.append(sum(count for _, count in behind))
+        return compute(self, behind)
+
+    monkeypatch.setattr(DraftPasses, "compute", counted)
+    request = pb.StepRequest(chunk_ids=range(4), chunk_tokens=[3] * 4)
+    for id in range(4):
+        request.add.add(id=id, token_ids=[7, 8, 9 + id], blocks=[1 + 3 * id, 2 + 3 * id, 3 + 3 * id], sampling=GREEDY)
+    asked = pb.StepRequest(decode=True, proposals=2, proposed_ids=range(4))
+    proposed = []
+    for step in (request, *[pb.StepRequest(decode=True)] * 24, *[asked] * 8):
+        computed.clear()
+        launched = engine.launch(step)
+        assert launched is not None
+        proposed.append(len(launched.finish().proposals))
+        assert sum(computed) <= 20 + 4 * (1 + engine.proposer.most)
+    assert 0 < proposed[25] < 4 == proposed[-1]
 
 
 def test_a_shorter_model_stops_at_its_end(checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path) -> None:
