@@ -255,6 +255,7 @@ class Batcher:
 
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
+        self._work.clear()  # what comes from here on is another turn's
         self._shards.check()
         self._adapters.check()
         plan = self._plan() if len(self._under_way) < self._most_under_way else None
@@ -273,7 +274,6 @@ class Batcher:
         elif self._is_draining and not self._awaits_others:
             return False
         else:
-            self._work.clear()
             await self._work.wait()
         return True
 

@@ -99,8 +99,11 @@ class Mover:
         if self._shards is None or self.contents is None:
             return
         most = max(1, min(MOST_BLOCKS, MOVE_BYTES // max(1, self.contents.rank_bytes)))
+        was_wanted = index.is_wanted
         while len(self._fetching) < MOST_FETCHES and (move := index.next_fetch(most)) is not None:
             self._start(self._fetching, self._fetch(self.session, index, move))
+        if was_wanted and not (self._fetching or index.is_wanted):
+            self.wake()  # the host has no room for what was wanted: who waits for it computes it
         while len(self._storing) < MOST_STORES and (move := index.next_store(most)) is not None:
             self._start(self._storing, self._store(self.session, index, move))
 

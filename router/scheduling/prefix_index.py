@@ -276,6 +276,11 @@ class TierIndex:
         if num_tokens >= LEAST_TOKENS:
             self.seconds_per_token = smoothed(self.seconds_per_token, seconds / num_tokens)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether requests wait for blocks that nobody has been asked for yet."""
+        return bool(self._wanted)
+
     def next_fetch(self, most: int) -> Move | None:
         """Blocks that requests wait for, to be asked for now."""
         move = Move(True, [], [], [], [], 0)

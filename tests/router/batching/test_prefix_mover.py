@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from router.batching.prefix_mover import Mover
-from router.scheduling.prefix_moves import Move, Moved, Stored, TierContents
+from router.scheduling.prefix_index import DEPTH_BITS, TierIndex
+from router.scheduling.prefix_moves import Move, Moved, Stored, TierContents, TierSizes
 from router.shards.client import ShardError
 from tests.router.scheduling.test_prefix_index import SIZES, key, saved
 
@@ -60,4 +61,26 @@ async def test_a_move_that_fails_gives_back_all_that_it_had(error: Exception, is
     assert not index.has_disk and index.is_idle
     assert SIZES.num_slots == len(saved(index, range(10, 14), sequence=2, step=2))
     assert [key(n) for n in range(10, 14)] == index.find(key(n) for n in range(10, 14))
+    await mover.close()
+
+
+async def test_who_waits_for_blocks_that_have_no_room_computes_them() -> None:
+    """The host is full of what the same prefix begins with, and the disk takes no more."""
+    mover, woken = Mover(Shards()), list[bool]()
+    await mover.open()
+    mover.wake = lambda: woken.append(True)
+    stored = [Stored(key(n), n - 2, (1 << DEPTH_BITS) + n - 2) for n in (2, 3)]
+    index = mover.index = TierIndex(TierSizes(2, 8, 100, 8), stored)
+    for n in (0, 1):
+        index.computed(key(n), n, 1, n)
+    saves = index.save(1, 8)
+    index.saved(saves, is_done=True)
+    index._is_storing = False
+    index._unstored.clear()
+    wait = index.coming([key(n) for n in range(4)], 5, 16, None)
+    assert wait is not None and not wait.is_over
+    mover.pump()
+    assert woken
+    index.coming([key(n) for n in range(4)], 5, 16, wait)
+    assert wait.is_over
     await mover.close()
