@@ -407,6 +407,8 @@ class FakeShardedClient:
             _require(
                 bool(self.checkpoint_blocks and new.computed) == (new.id in loaded), f"states of sequence {new.id}"
             )
+            if self._sequences[new.id].adapter == LOST:
+                continue  # the step that brought it fails
             found = [self._states.get(block) for block in loaded.get(new.id, ())]
             expected = [(self._sequences[new.id].digest, place) for place in range(len(found))]
             _require(found == expected, f"sequence {new.id} goes on from states never computed")
@@ -563,6 +565,8 @@ class FakeShardedClient:
     def _check_prefix(self, sequence: NewSequence, origin: int) -> None:
         """What is said to be computed has been, for exactly these tokens, with the same adapter."""
         ids, computed = list(sequence.token_ids), sequence.computed
+        if self._rows.get(sequence.adapter) == LOST:
+            return  # as above
         _require(computed % self.block_size == 0 and computed < len(ids), f"sequence {sequence.id} has no full prefix")
         for position, digest in enumerate(_digests(ids[:computed], origin)):
             found = self._written.get((sequence.blocks[position // self.block_size], position % self.block_size))

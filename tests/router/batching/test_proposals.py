@@ -23,6 +23,7 @@ from tests.router.batching.test_drafts import ARRANGEMENTS, REQUESTS, TROUBLE
 from tests.router.batching.test_kv_demand import expects_little
 from tests.router.doubles import (
     FakeMatching,
+    NextToken,
     byte_tokenizer,
     fake_shards,
     make_limits,
@@ -38,14 +39,14 @@ Proposer = Callable[[Sequence[int], int, int], tuple[Sequence[int], Sequence[flo
 MOST = 4
 
 
-def right_with(chance: float) -> Proposer:
+def right_with(chance: float, next_token: NextToken = fake_next_token) -> Proposer:
     """A model that proposes what comes with this chance each, and is as sure of it."""
 
     def propose(token_ids: Sequence[int], seed: int, most: int) -> tuple[Sequence[int], Sequence[float]]:
         known, found = list(token_ids), []
         drawn = random.Random(zlib.crc32(array("I", known).tobytes()))
         for _ in range(most):
-            coming = fake_next_token(known, seed, 256)
+            coming = next_token(known, seed, 256)
             found.append(coming if drawn.random() < chance else (coming + 1) % 256)
             known.append(coming)
         return found, [math.log(max(chance, 0.01))] * most
@@ -56,13 +57,14 @@ def right_with(chance: float) -> Proposer:
 class Often(Speculation):
     """Asks for as much as chance has it."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(MOST, most_proposals=MOST)
+    def __init__(self, seed: int, most: int = MOST, most_proposals: int = MOST) -> None:
+        super().__init__(most, most_proposals=most_proposals)
         self._chance = random.Random(seed)
 
     def ask(self, candidates: Sequence[Candidate], *, may_try: bool = True) -> Asking:
         places = [place for place, one in enumerate(candidates) if one.most > 0 and self._chance.random() < 0.7]
-        return Asking(self._chance.randint(1, MOST), places) if places else Asking()
+        places = places if self.most_proposals else []
+        return Asking(self._chance.randint(1, self.most_proposals), places) if places else Asking()
 
     def choose(self, candidates: Sequence[Candidate], *args: Any) -> list[tuple[int, ...]]:
         most = [0 if one.is_under_way else self._chance.randint(0, max(0, one.most)) for one in candidates]
