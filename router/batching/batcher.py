@@ -510,7 +510,6 @@ class Replies:
 
     @staticmethod
     async def _either(receiving: asyncio.Future[Any], waking: asyncio.Event) -> None:
-        waking.clear()
         woken: asyncio.Future[Any] = asyncio.ensure_future(waking.wait())
         try:
             await asyncio.wait((receiving, woken), return_when=asyncio.FIRST_COMPLETED)
