@@ -114,7 +114,7 @@ class DraftModel:
         for sequence, token_ids in came:
             sequence.followed.confirm()
             most = min(wanted.get(sequence.id, 0), self._room(sequence))
-            of_step = chunks[sequence.id].length if sequence.id in chunks else self.most + 1
+            of_step = min(chunks[sequence.id].length, MOST_BEHIND) if sequence.id in chunks else self.most + 1
             behind = max(0, len(sequence.followed.pending) - of_step)
             if most > 0 and behind <= left:
                 left -= behind

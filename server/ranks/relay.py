@@ -171,7 +171,7 @@ class StepStream:
         self._start = start
         self._deadlines = deadlines or Deadlines()
         self._number = 0  # of the latest step, over all streams
-        self._first = 1  # number of this stream
+        self._first = 1  # step of the latest stream
         self._refused: set[int] = set()  # steps that rank 0 failed while it went on
         self._answered = asyncio.Event()  # set by whatever comes from another rank, and when a step of ours is done …
         self._changed = asyncio.Event()  # … and this one not by answers without an error, which come all the time

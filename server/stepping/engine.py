@@ -14,7 +14,7 @@ import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -320,8 +320,7 @@ class Engine:
 
     def _speculate(self, proposer: Proposer, request: pb.StepRequest, plan: StepRuns, launched: Launched) -> None:
         """Have tokens proposed behind those of a step, where the router asks for them."""
-        if request.extend or request.drafts:  # what steps brought that this rank, unlike rank 0, may not have read yet
-            self._finish_unread()
+        self._finish_unread({*(one.id for one in request.extend), *(one.id for one in request.drafts)})
         proposer.see(plan)
         launched.tell(proposer.came)
         while self._unread and self._unread[0].is_read:
@@ -330,16 +329,19 @@ class Engine:
         if not request.proposals:
             proposer.follow(plan, features)
             return
-        self._finish_unread()
-        launched.finish()
+        for step in (*self._unread, launched):
+            step.finish()
         began = time.perf_counter_ns()
         wanted = dict.fromkeys(request.proposed_ids, min(request.proposals, proposer.most))
         proposals = proposer.propose(plan, features, launched.came, wanted)
         launched.propose(proposals, time.perf_counter_ns() - began)
 
-    def _finish_unread(self) -> None:
-        """Have the proposer told of all steps before."""
-        for step in self._unread:
+    def _finish_unread(self, ids: Collection[int]) -> None:
+        """Have the proposer told what came of these sequences: the router knows it by rank 0, which may be ahead."""
+        steps = [*self._unread]
+        while steps and not steps[-1].gives_any(ids):
+            steps.pop()
+        for step in steps:
             step.finish()
 
     def _states(self, ids: Sequence[int], blocks: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
@@ -520,6 +522,10 @@ class Launched:
     def propose(self, proposals: Sequence[Proposal], took_ns: int) -> None:
         """Add what was proposed behind what came."""
         self._proposals, self._propose_ns = proposals, took_ns
+
+    def gives_any(self, ids: Collection[int]) -> bool:
+        """Whether any of these sequences gets a token."""
+        return any(run.sequence.id in ids for run in self._sampled)
 
     @property
     def is_read(self) -> bool:

@@ -172,6 +172,12 @@ def answer(server: Server) -> str:
     return text
 
 
+def wait_for_end(pid: int) -> None:
+    """Until nothing is left of a process."""
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.02)
+
+
 def again(server: Server, within: float = 300) -> None:
     """Wait until the server answers."""
     deadline = time.monotonic() + within
@@ -193,8 +199,7 @@ def test_a_router_is_started_again_beside_the_same_shards(number: signal.Signals
             server.stop(number)
         else:
             os.kill(router, number)
-        while Path(f"/proc/{router}").exists():
-            time.sleep(0.02)
+        wait_for_end(router)
         again(server)
         assert (expected, shards) == (answer(server), server.shards())
         os.kill(shards[0], signal.SIGKILL)  # what came after knows its launcher, too
@@ -210,24 +215,24 @@ def test_a_router_and_its_shards_may_die_together() -> None:
         for pid in (router, *server.shards()):
             with contextlib.suppress(ProcessLookupError):  # the launcher ends the group of the first itself
                 os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{router}").exists():
-            time.sleep(0.02)
+        wait_for_end(router)
         again(server)
         assert expected == answer(server)
 
 
 @pytest.mark.rest
-def test_a_router_may_die_while_the_next_shards_are_held_back() -> None:
-    """As they are after the second death without a token between."""
-    with Server("--model-id", "null") as server:
+@pytest.mark.parametrize("has_path", [False, True])
+def test_a_router_may_die_while_the_next_shards_are_held_back(has_path: bool, tmp_path: Path) -> None:
+    """As they are after the second death without a token between. has_path: all groups' sockets have the same names."""
+    flags = ("--shard-uds-path", str(tmp_path / "s")) if has_path else ()
+    with Server("--model-id", "null", *flags) as server:
         expected = answer(server)
         for death in range(3):  # the first one follows a token
             asyncio.run(recovery_after(server, death - 1))
             os.kill(server.shards()[0], signal.SIGKILL)
         router = server.router()
         os.kill(router, signal.SIGKILL)
-        while Path(f"/proc/{router}").exists():
-            time.sleep(0.02)
+        wait_for_end(router)
         again(server)
         assert expected == answer(server)
         server.stop(signal.SIGTERM)
@@ -246,8 +251,7 @@ def test_routers_and_shards_may_die_one_after_the_other(stages: int) -> None:
         for victim in ("shard", "router", "router", "shard", "router"):
             pid = server.router() if victim == "router" else server.shards()[-1]
             os.kill(pid, signal.SIGKILL)
-            while Path(f"/proc/{pid}").exists():
-                time.sleep(0.02)
+            wait_for_end(pid)
             again(server)
             assert expected == answer(server)
         server.stop(signal.SIGTERM)

@@ -62,8 +62,8 @@ class Often(Speculation):
         self._chance = random.Random(seed)
 
     def ask(self, candidates: Sequence[Candidate], *, may_try: bool = True) -> Asking:
-        places = [place for place, one in enumerate(candidates) if one.most > 0 and self._chance.random() < 0.7]
-        places = places if self.most_proposals else []
+        able = [place for place, one in enumerate(candidates) if self.most_proposals and one.most > 0]
+        places = [place for place in able if self._chance.random() < 0.7]
         return Asking(self._chance.randint(1, self.most_proposals), places) if places else Asking()
 
     def choose(self, candidates: Sequence[Candidate], *args: Any) -> list[tuple[int, ...]]:

@@ -222,6 +222,23 @@ def test_sequences_together_catch_up_a_part_at_a_time(kernels: Kernels, monkeypa
     assert 0 < proposed[25] < 4 == proposed[-1]
 
 
+def test_a_prompt_that_is_computed_in_one_step_is_followed_a_part_at_a_time(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.drafting.draft_model.MOST_BEHIND", 5)
+    engine = load_engine(DEMO, kernels=kernels, speculative=beside(DEMO), **SIZES)
+    request = pb.StepRequest(chunk_ids=[1], chunk_tokens=[12], proposals=2, proposed_ids=[1])
+    request.add.add(id=1, token_ids=range(7, 19), blocks=[1, 2], sampling=GREEDY)
+    first = engine.launch(request)
+    assert first is not None and engine._sequences is not None
+    assert [] == first.finish().proposals
+    assert 5 == engine._sequences.sequences[1].followed.computed
+    for _ in range(2):
+        second = engine.launch(pb.StepRequest(decode=True, proposals=2, proposed_ids=[1]))
+        assert second is not None
+    assert [2] == [len(proposal.token_ids) for proposal in second.finish().proposals]
+
+
 def test_a_shorter_model_stops_at_its_end(checkpoints: Checkpoints, kernels: Kernels, tmp_path: Path) -> None:
     folder = checkpoints("opt")[0]
     shutil.copytree(folder, tmp_path / "draft")
