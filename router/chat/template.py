@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from router.chat import turns
 from router.errors import ValidationError
 from router.sandbox import TaskError
 from router.sandbox.pool import Sandbox
@@ -40,6 +41,8 @@ class ChatTemplate:
 
     named: Mapping[str, str]
     special_tokens: Mapping[str, str]
+    # What each takes of a conversation, by whether tools are offered; found when it is first needed.
+    _taken: dict[bool, turns.Taken] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def load(
@@ -87,20 +90,37 @@ class ChatTemplate:
         message is the beginning of the answer, and the prompt ends with it.
         """
         check_variables(variables or {})
+        told: dict[str, Any] = {
+            "template": self.choose(bool(tools)),
+            "tools": list(tools) if tools else None,
+            "variables": {**self.special_tokens, **(variables or {})},
+        }
+        if not turns.is_plain(messages):
+            messages = turns.fitted(messages, await self._what_is_taken(aside, owner, told))
+        ending = {
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
         try:
-            prompt = await aside.do(
-                "render_chat",
-                owner,
-                template=self.choose(bool(tools)),
-                messages=list(messages),
-                tools=list(tools) if tools else None,
-                variables={**self.special_tokens, **(variables or {})},
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-            )
+            return str(await aside.do("render_chat", owner, messages=list(messages), **told, **ending))
         except TaskError as error:
             raise ValidationError(f"the messages cannot be written as a prompt: {error}") from None
-        return str(prompt)
+
+    async def _what_is_taken(self, aside: Sandbox, owner: str, told: Mapping[str, Any]) -> turns.Taken:
+        """Of a conversation. told: what the template gets beside messages; a request's own variables are left out."""
+        has_tools = told["tools"] is not None
+        tried = {**told, "tools": [turns.TOOL] if has_tools else None, "variables": dict(self.special_tokens)}
+
+        async def write(messages: turns.Messages) -> str | None:
+            ending = {"add_generation_prompt": True, "continue_final_message": False}
+            try:
+                return str(await aside.do("render_chat", owner, messages=list(messages), **tried, **ending))
+            except TaskError:
+                return None
+
+        if has_tools not in self._taken:
+            self._taken[has_tools] = await turns.tried(write)
+        return self._taken[has_tools]
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:
