@@ -28,15 +28,14 @@ from router.chat.grammars import AnswerGrammar
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
 from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Source, Steps, decoded
 from router.chat.template import ChatTemplate
-from router.chat.tools import Offer
+from router.chat.tools import MOST_NAME, Offer
 from router.errors import ValidationError
 from router.requests.grammars import grammar_of
 from router.requests.schemas import PromptRequest
 from router.scheduling.grammar import Grammar
 from router.text.tokenizer import ModelTokenizer
 
-MOST_CHARACTERS_OF_A_NAME = 64
-MOST_CHARACTERS_BEFORE_ARGUMENTS = 200  # a name, and what some formats write beside it
+MOST_CHARACTERS_BEFORE_ARGUMENTS = MOST_NAME + 136  # a name, and what some formats write beside it
 ARGUMENTS = ("arguments", "parameters")
 BESIDE = ("type", "id")  # keys of a call that may come before its name
 NOTHING = "{}"
@@ -317,7 +316,7 @@ class Reader:
         self._source.take(1)
 
     def _python_call(self) -> Steps[None]:
-        name, _ = yield from self._text_before(Marks((), "("), MOST_CHARACTERS_OF_A_NAME)
+        name, _ = yield from self._text_before(Marks((), "("), MOST_NAME)
         self._begin(name.strip())
         yield from PythonReader(self._source).arguments(self._pieces.arguments)
         self.is_in_call = False
@@ -357,11 +356,11 @@ class Reader:
         early: list[str] = []  # arguments in front of the name
         has_arguments = False
         while (following := (yield from self._source.skip_blanks(others=","))) == '"':
-            key = yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)
+            key = yield from self._json.short_string(MOST_NAME)
             yield from self._source.expect(":")
             if key == "name" and name is None:
                 yield from self._source.skip_blanks()
-                name = self._known((yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)))
+                name = self._known((yield from self._json.short_string(MOST_NAME)))
                 if has_arguments or not is_bare:
                     self._begin(name)
                     self._pieces.arguments("".join(early))
@@ -377,7 +376,7 @@ class Reader:
             elif name is None:
                 if key not in BESIDE:
                     raise NotThis
-                yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)
+                yield from self._json.short_string(MOST_NAME)
             else:
                 yield from self._json.value(_nowhere)
         self._close_object(following, name, has_arguments, is_bare)

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from router.errors import ValidationError
 
-MOST_TOOLS = 128
-MOST_CHARACTERS = 256 * 1024  # of all tools as JSON: each request writes them into its prompt
+MOST_TOOLS = 512
+MOST_CHARACTERS = 512 * 1024  # of all tools as JSON: each request writes them into its prompt
 MOST_DEPTH = 64  # of a schema, and of the arguments of a call: far beyond any that people write
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MOST_NAME = 128  # characters of a name: as many as Anthropic allows, twice as many as OpenAI
+NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MOST_NAME}}}")
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -125,7 +126,8 @@ def offer(tools: Sequence[Tool], choice: ToolChoice) -> Offer:
 def _check(tool: Tool) -> None:
     if not NAME.fullmatch(tool.name):
         raise ValidationError(
-            f"`tools` has a function with the name {tool.name[:64]!r}: names have 1 to 64 letters, digits, `_` and `-`"
+            f"`tools` has a function with the name {tool.name[:MOST_NAME]!r}: names have 1 to {MOST_NAME} letters, "
+            "digits, `_` and `-`"
         )
     parameters = tool.parameters or {}
     if parameters.get("type", "object") != "object":

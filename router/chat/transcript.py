@@ -90,6 +90,25 @@ def text_of(where: str, content: str | Sequence[Any] | None, kinds: Collection[s
     return between.join(_text_of_part(f"{where}.{number}", part, kinds) for number, part in enumerate(content))
 
 
+def result_text_of(
+    where: str, content: str | Sequence[Any] | None, kinds: Collection[str], between: str = BETWEEN
+) -> str:
+    """As `text_of`, of what a tool said. A part that is no text, such as an image, is told by its kind.
+
+    An agent sends it again with every turn: to refuse it would end the conversation. Raises ValidationError.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind not in kinds:
+            texts.append(f"[{kind[:40]} left out: this model reads text alone]")
+        else:
+            texts.append(_text_of_part(f"{where}.{number}", part, kinds))
+    return between.join(texts)
+
+
 def _text_of_part(where: str, part: Any, kinds: Collection[str]) -> str:
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if kind not in kinds:

@@ -1,8 +1,9 @@
 """Anthropic's routes, `/v1/messages` and `/v1/messages/count_tokens`: bodies of requests, and how they are answered.
 
 As strict and as lenient as the other APIs' bodies: no value is taken for another, null means absent, and unknown
-fields are ignored. Fields and blocks with a meaning that is not served are refused. More lenient than Anthropic's own
-API: `max_tokens` may be absent.
+fields are ignored. Fields and blocks with a meaning that is not served are refused, but for tools that Anthropic's
+servers would run: the model does not get to see those. More lenient than Anthropic's own API: `max_tokens` may be
+absent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from router.apis.document import add_post
 from router.apis.openai.requests import ModelName
 from router.apis.serving import Services, Turn, answer_turn, json_response, num_prompt_tokens, read, turn_of
 from router.chat.tools import Offer, Tool, ToolChoice, offer, tool_in
-from router.chat.transcript import BETWEEN, Transcript, string_of, text_of
+from router.chat.transcript import BETWEEN, Transcript, result_text_of, string_of, text_of
 from router.errors import ValidationError
 from router.requests.grammars import grammar_of_flat_format
 from router.requests.schemas import GenerateParameters, Integer, Lenient, NotServed, drawn
@@ -43,6 +44,12 @@ class Thinking(Lenient):
     budget_tokens: Integer | None = Field(default=None, description="Ignored: `max_tokens` bounds everything.")
 
 
+class ContextManagement(Lenient):
+    """What is left out of a long conversation."""
+
+    edits: Blocks | None = Field(default=None, description="`clear_thinking_20251015` alone.")
+
+
 class OutputConfig(Lenient):
     """How the answer looks."""
 
@@ -54,7 +61,6 @@ class CountRequest(Lenient):
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
         "container": NotServed(),
-        "context_management": NotServed((None, {})),
         "mcp_servers": NotServed((None, [])),
         "output_format": NotServed(),
         "inference_geo": NotServed(sentence="is not served: one server is where it is; leave it out"),
@@ -67,6 +73,12 @@ class CountRequest(Lenient):
     tools: Blocks | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: dict[str, Any] | None = Field(default=None, description="`auto`, `any`, `tool` or `none`.")
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = Field(default=None, description="Earlier thinking may be left out.")
+
+    def ignored(self) -> list[str]:
+        """See `Lenient`; tools that the model does not get to see among them."""
+        left_out = (str(tool.get("type")) for tool in self.tools or () if _is_run_elsewhere(tool))
+        return super().ignored() + [f"tools.{kind}" for kind in dict.fromkeys(left_out)]
 
 
 class MessagesRequest(CountRequest):
@@ -100,6 +112,13 @@ THINKING: Mapping[str, Mapping[str, bool]] = {
 }
 
 
+# What Claude Code's system prompt begins with. The rest of the line may change with each request, and no prefix be found.
+BILLING = "x-anthropic-billing-header:"
+CLEAR_THINKING = "clear_thinking_20251015"
+# Tools that Anthropic's servers would run, without the date of their version.
+RUN_ELSEWHERE = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
+
+
 def parameters_of(body: MessagesRequest) -> GenerateParameters:
     """How to generate. Raises ValidationError."""
     if body.temperature is not None and not 0 <= body.temperature <= 1:
@@ -128,14 +147,50 @@ def variables_of(body: CountRequest) -> Mapping[str, bool]:
 def transcript_of(body: CountRequest) -> Transcript:
     """The messages, behind `system`. Raises ValidationError."""
     found = Transcript()
-    if body.system:
-        found.say("system", text_of("system", body.system, TEXT))
+    if system := _system_of(body):
+        found.say("system", system)
+    first_thought = _first_thought(body)
     for number, message in enumerate(body.messages):
-        _add(found, f"messages.{number}", message)
+        _add(found, f"messages.{number}", message, forgets=number < first_thought)
     return found
 
 
-def _add(transcript: Transcript, where: str, message: Message) -> None:
+def _system_of(body: CountRequest) -> str:
+    """The system prompt without what is for Anthropic's bills. Raises ValidationError."""
+    if isinstance(body.system, str):
+        line, _, rest = body.system.partition("\n")
+        return rest if line.startswith(BILLING) else body.system
+    blocks = [block for block in body.system or () if not str(block.get("text")).startswith(BILLING)]
+    return text_of("system", blocks, TEXT)
+
+
+def _first_thought(body: CountRequest) -> int:
+    """The first message whose thinking is kept, by `context_management`. Raises ValidationError."""
+    kept: Any = "all"
+    for number, edit in enumerate((body.context_management and body.context_management.edits) or ()):
+        where = f"context_management.edits.{number}"
+        if edit.get("type") != CLEAR_THINKING:
+            raise ValidationError(
+                f"`{where}` is of type {str(edit.get('type'))[:40]}, and {CLEAR_THINKING} alone is served: leave it "
+                "out, and shorten the conversation before it is sent"
+            )
+        kept = edit.get("keep", {"value": 1})
+        if kept != "all":
+            kept = kept.get("value") if isinstance(kept, dict) else kept
+            if type(kept) is not int or kept < 1:
+                raise ValidationError(f'`{where}.keep` must be "all", or thinking_turns with a `value` of 1 or more')
+    asked = [number for number, message in enumerate(body.messages) if _is_question(message)]
+    return 0 if kept == "all" or len(asked) < kept else asked[-kept]
+
+
+def _is_question(message: Message) -> bool:
+    """Whether a turn of the model follows, and not more of the one that has called tools."""
+    is_text = isinstance(message.content, str) or any(one.get("type") == "text" for one in message.content)
+    return message.role == "user" and is_text
+
+
+def _add(transcript: Transcript, where: str, message: Message, *, forgets: bool) -> None:
+    """forgets: whether its thinking is left out."""
     if message.role not in ROLES:
         raise ValidationError(f"`{where}.role` is {message.role[:40]}: give one of {', '.join(ROLES)}")
     if isinstance(message.content, str):
@@ -143,7 +198,8 @@ def _add(transcript: Transcript, where: str, message: Message) -> None:
         return
     between = BETWEEN  # but for the assistant's blocks, which are one text
     for number, block in enumerate(message.content):
-        _add_block(transcript, f"{where}.content.{number}", message.role, block, between)
+        if not (forgets and block.get("type") == "thinking"):
+            _add_block(transcript, f"{where}.content.{number}", message.role, block, between)
         between = "" if message.role == "assistant" else BETWEEN
 
 
@@ -178,7 +234,7 @@ def _add_result(transcript: Transcript, where: str, block: Mapping[str, Any]) ->
     content = block.get("content")
     if not (content is None or isinstance(content, str | list)):
         raise ValidationError(f"`{where}.content` must be a text or a list of blocks")
-    text = text_of(f"{where}.content", content, TEXT)
+    text = result_text_of(f"{where}.content", content, TEXT)
     # Templates know no results that are errors: the model has to read it.
     transcript.answer_call(
         string_of(where, block, "tool_use_id"), f"Error: {text}" if block.get("is_error") is True else text
@@ -187,8 +243,14 @@ def _add_result(transcript: Transcript, where: str, block: Mapping[str, Any]) ->
 
 def offer_of(body: CountRequest) -> Offer:
     """The tools that the model gets to see. Raises ValidationError."""
-    tools = [_tool(f"tools.{number}", tool) for number, tool in enumerate(body.tools or [])]
+    tools = [
+        _tool(f"tools.{number}", tool) for number, tool in enumerate(body.tools or []) if not _is_run_elsewhere(tool)
+    ]
     return offer(tools, _choice(body.tool_choice or {"type": "auto"}))
+
+
+def _is_run_elsewhere(tool: Mapping[str, Any]) -> bool:
+    return str(tool.get("type")).startswith(RUN_ELSEWHERE)
 
 
 def _tool(where: str, given: Mapping[str, Any]) -> Tool:

@@ -17,7 +17,7 @@ from pydantic import Field
 from router.chat import prompting
 from router.chat.prompting import effort
 from router.chat.tools import MOST_DEPTH, Offer, Tool, ToolChoice, allowed_of, is_deeper, offer, tool_in
-from router.chat.transcript import text_of
+from router.chat.transcript import result_text_of, text_of
 from router.errors import ValidationError
 from router.requests import grammars
 from router.requests.schemas import (
@@ -166,7 +166,7 @@ class ChatRequest(Generation):
     )
     include_reasoning: bool | None = Field(default=None, description="Not OpenAI's: false leaves reasoning out.")
     store: bool | None = Field(default=None, description="Nothing is stored, whatever is asked for.")
-    tools: Objects | None = Field(default=None, description="Functions that the model may call. At most 128.")
+    tools: Objects | None = Field(default=None, description="Functions that the model may call. At most 512.")
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description='"auto", "none", "required", or a function that must be called.'
     )
@@ -363,7 +363,8 @@ def _message(number: int, message: Message) -> dict[str, Any]:
 
 def _text(number: int, message: Message) -> str:
     """The texts of a message without anything between them, as in TGI. Raises ValidationError."""
-    return text_of(f"messages.{number}.content", message.content, ("text",), between="")
+    read = result_text_of if message.role == "tool" else text_of
+    return read(f"messages.{number}.content", message.content, ("text",), between="")
 
 
 Json = dict[str, Any]

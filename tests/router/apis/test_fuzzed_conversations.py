@@ -23,6 +23,12 @@ from tests.router.apis.error_bodies import INTERNALS
 from tests.router.apis.openai.responses.test_tools import TIME as TIME_FUNCTION
 from tests.router.apis.openai.responses.test_tools import WEATHER as WEATHER_FUNCTION
 
+IMAGE: dict[str, Any] = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
+OTHER_TOOLS: list[dict[str, Any]] = [
+    {"type": "namespace", "name": "agents", "description": "x", "tools": [TIME_FUNCTION]},
+    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}},
+    {"type": "web_search"},
+]
 MESSAGES: dict[str, Any] = {
     "model": "m",
     "max_tokens": 5,
@@ -41,12 +47,15 @@ MESSAGES: dict[str, Any] = {
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "g"}]},
+                {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "g"}, IMAGE]},
                 {"type": "tool_result", "tool_use_id": "u", "content": "h", "is_error": True},
             ],
         },
     ],
-    "tools": [WEATHER, TIME],
+    "tools": [WEATHER, TIME, {"type": "web_search_20260209", "name": "web_search"}],
+    "context_management": {
+        "edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]
+    },
     "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "output_config": {"format": None, "effort": "low"},
@@ -63,8 +72,11 @@ RESPONSE: dict[str, Any] = {
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "d"}]},
         {"type": "function_call", "call_id": "t", "name": "weather", "arguments": '{"place": "Ulm"}'},
         {"type": "function_call_output", "call_id": "t", "output": [{"type": "input_text", "text": "e"}]},
+        {"type": "function_call", "call_id": "u", "name": "time", "namespace": "agents", "arguments": "{}"},
+        {"type": "custom_tool_call", "call_id": "v", "name": "patch", "input": "X"},
+        {"type": "custom_tool_call_output", "call_id": "v", "output": [{"type": "input_image"}]},
     ],
-    "tools": [WEATHER_FUNCTION, TIME_FUNCTION],
+    "tools": [WEATHER_FUNCTION, TIME_FUNCTION, *OTHER_TOOLS],
     "tool_choice": {"type": "function", "name": "weather"},
     "reasoning": {"effort": "low", "summary": "auto"},
     "text": {"format": {"type": "text"}, "verbosity": "low"},
@@ -113,7 +125,7 @@ def translated(body: MessagesRequest | ResponsesRequest) -> tuple[Transcript, Of
     responses.variables_of(body)
     responses.parameters_of(body)
     orjson.dumps(echo_of(body))
-    return responses.transcript_of(body), responses.offer_of(body)
+    return responses.transcript_of(body), responses.offered_of(body).offer
 
 
 def test_nearly_right_conversations_are_translated_or_refused() -> None:

@@ -6,15 +6,16 @@ stream it comes three times. Left out: events of streams (`streams.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 from router.apis.openai import answers
 from router.apis.openai.answers import ErrorAnswer
 from router.apis.openai.logprobs import Scoring, ShownTokenLogprob, shown_tokens
+from router.apis.openai.responses.tools import Named, input_of
 from router.chat.pieces import AnswerReader, CountingReader, Kind, Part, parts_of
 from router.errors import RouterError
 from router.requests.generation import Answer
@@ -23,6 +24,7 @@ from router.text.generated import FinishReason
 
 NOT_STORED = "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"
 PREFIXES: dict[Kind, str] = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of ids, by the kind of an item's part
+CUSTOM_PREFIX = "ctc"  # of calls of custom tools
 # What parameters are called in OpenAI's other APIs, and here.
 NAMES = {
     "`max_tokens`": "`max_output_tokens`",
@@ -77,10 +79,23 @@ class CallItem(TypedDict):
     status: Status
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 
-Item = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(TypedDict):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: Status
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
+
+
+Item = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputDetails(TypedDict):
@@ -182,11 +197,15 @@ class InputTokens(TypedDict):
 
 @dataclass(frozen=True)
 class Head:
-    """What an answer says of itself, whatever comes of it. number: what all its ids have in common."""
+    """What an answer says of itself, whatever comes of it.
+
+    number: what all its ids have in common. named: tools by the names that the model sees, as in `Offered`.
+    """
 
     number: str
     model: str
     echoed: Echoed
+    named: Mapping[str, Named] = field(default_factory=dict)
     created: int = field(default_factory=answers.now)
 
     def response(
@@ -216,9 +235,55 @@ class Head:
             **self.echoed,
         }
 
-    def item_id(self, kind: Kind, index: int) -> str:
+    def is_custom(self, part: Part) -> bool:
+        """Whether a part is a call of a custom tool."""
+        return part.kind == "call" and part.name in self.named and self.named[part.name].is_custom
+
+    def name_of(self, part: Part) -> str:
+        """What the API calls the tool that a part calls."""
+        return self.named[part.name].name if part.name in self.named else part.name
+
+    def item_id(self, part: Part, index: int) -> str:
         """Of an item of the output."""
-        return f"{PREFIXES[kind]}_{self.number}_{index}"
+        return f"{CUSTOM_PREFIX if self.is_custom(part) else PREFIXES[part.kind]}_{self.number}_{index}"
+
+    def item(self, part: Part, id: str, status: Status, logprobs: list[ShownTokenLogprob]) -> Item:
+        """An item of the output. While it is in progress, it has no text yet. logprobs: of a text."""
+        is_empty = status == "in_progress"
+        match part.kind:
+            case "text":
+                texts = [] if is_empty else [text_part(part.text, logprobs)]
+                return {"id": id, "type": "message", "role": "assistant", "status": status, "content": texts}
+            case "reasoning":
+                thoughts = [] if is_empty else [reasoning_part(part.text)]
+                return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": thoughts}
+            case "call":
+                return self._call(part, id, status)
+
+    def _call(self, part: Part, id: str, status: Status) -> CallItem | CustomCallItem:
+        named = self.named.get(part.name) or Named(part.name)
+        told: CallItem | CustomCallItem
+        if named.is_custom:
+            told = {
+                "id": id,
+                "type": "custom_tool_call",
+                "status": status,
+                "call_id": part.id,
+                "name": named.name,
+                "input": "" if status == "in_progress" else input_of(part.text),
+            }
+        else:
+            told = {
+                "id": id,
+                "type": "function_call",
+                "status": status,
+                "call_id": part.id,
+                "name": named.name,
+                "arguments": part.text,
+            }
+        if named.namespace is not None:
+            told["namespace"] = named.namespace
+        return told
 
 
 def usage(entry: Entry, num_generated: int, num_reasoning: int) -> ResponseUsage:
@@ -247,7 +312,7 @@ def response(
     parts = parts_of([*pieces, *reader.end()])
     status = status_of(answer.finished.reason)
     logprobs = [] if scoring is None else scoring.entries(shown_tokens(answer, scoring.tokenizer))
-    items = [item_of(part, head.item_id(part.kind, at), "completed", logprobs) for at, part in enumerate(parts)]
+    items = [head.item(part, head.item_id(part, at), "completed", logprobs) for at, part in enumerate(parts)]
     items[-1]["status"] = "incomplete" if reader.is_in_call else status
     return head.response(status, items, usage(entry, answer.finished.generated_tokens, reader.num_reasoning))
 
@@ -260,27 +325,6 @@ def text_part(text: str, logprobs: list[ShownTokenLogprob]) -> OutputText:
 def reasoning_part(text: str) -> ReasoningText:
     """The one part of reasoning."""
     return {"type": "reasoning_text", "text": text}
-
-
-def item_of(part: Part, id: str, status: Status, logprobs: list[ShownTokenLogprob]) -> Item:
-    """An item of the output. While it is in progress, it has no text yet. logprobs: of a text."""
-    is_empty = status == "in_progress"
-    match part.kind:
-        case "text":
-            texts = [] if is_empty else [text_part(part.text, logprobs)]
-            return {"id": id, "type": "message", "role": "assistant", "status": status, "content": texts}
-        case "reasoning":
-            thoughts = [] if is_empty else [reasoning_part(part.text)]
-            return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": thoughts}
-        case "call":
-            return {
-                "id": id,
-                "type": "function_call",
-                "status": status,
-                "call_id": part.id,
-                "name": part.name,
-                "arguments": part.text,
-            }
 
 
 def error_body(error: RouterError) -> ErrorAnswer:

@@ -23,10 +23,10 @@ from router.apis.openai.requests import ModelName, Objects, Texts, scored
 from router.apis.openai.responses import answers
 from router.apis.openai.responses.answers import Echoed
 from router.apis.openai.responses.streams import ResponseEvent, ResponseFrames
+from router.apis.openai.responses.tools import INPUT, Offered, left_out, offered, shown_name
 from router.apis.serving import Services, Turn, answer_turn, json_response, num_prompt_tokens, read, turn_of
 from router.chat.prompting import effort
-from router.chat.tools import Offer, Tool, ToolChoice, allowed_of, offer, tool_in
-from router.chat.transcript import Transcript, string_of, text_of
+from router.chat.transcript import Transcript, result_text_of, string_of, text_of
 from router.errors import ValidationError
 from router.requests.continuing import created_of
 from router.requests.grammars import grammar_of_flat_format
@@ -85,6 +85,10 @@ class InputRequest(Lenient):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Word | None = Field(default=None, description="An input that is too long is refused, also with `auto`.")
+
+    def ignored(self) -> list[str]:
+        """See `Lenient`; tools that the model does not get to see among them."""
+        return super().ignored() + [f"tools.{kind}" for kind in left_out(self.tools or ())]
 
 
 class ResponsesRequest(InputRequest):
@@ -212,10 +216,11 @@ def _add(transcript: Transcript, where: str, item: Mapping[str, Any]) -> None:
                 raise ValidationError(f"`{where}.role` is {str(role)[:40]}: give one of {', '.join(ROLES)}")
             transcript.say(ROLES[role], _text(where, item, "content", TEXTS))
         case "function_call":
-            name, call_id = string_of(where, item, "name"), string_of(where, item, "call_id")
-            transcript.call(f"{where}.arguments", call_id, name, _arguments(where, item))
-        case "function_call_output":
-            transcript.answer_call(string_of(where, item, "call_id"), _text(where, item, "output", TEXTS))
+            transcript.call(f"{where}.arguments", *_called(where, item), _arguments(where, item))
+        case "custom_tool_call":
+            transcript.call(f"{where}.input", *_called(where, item), {INPUT: string_of(where, item, "input")})
+        case "function_call_output" | "custom_tool_call_output":
+            transcript.answer_call(string_of(where, item, "call_id"), _result(where, item))
         case "reasoning":
             transcript.think(_text(where, item, "content", REASONING))
         case "item_reference":
@@ -224,9 +229,19 @@ def _add(transcript: Transcript, where: str, item: Mapping[str, Any]) -> None:
             )
         case kind:
             raise ValidationError(
-                f"`{where}` is of type {str(kind)[:40]}: the model reads message, function_call, function_call_output "
-                "and reasoning alone; leave it out"
+                f"`{where}` is of type {str(kind)[:40]}: the model reads message, function_call, custom_tool_call, "
+                "their outputs and reasoning alone; leave it out"
             )
+
+
+def _called(where: str, item: Mapping[str, Any]) -> tuple[str, str]:
+    """The id of a call, and the name that the model sees."""
+    name = shown_name(where, string_of(where, item, "name"), item.get("namespace"))
+    return string_of(where, item, "call_id"), name
+
+
+def _result(where: str, item: Mapping[str, Any]) -> str:
+    return result_text_of(f"{where}.output", _content(where, item, "output"), TEXTS)
 
 
 def _check_arguments(items: str | Sequence[Mapping[str, Any]] | None) -> None:
@@ -238,10 +253,14 @@ def _check_arguments(items: str | Sequence[Mapping[str, Any]] | None) -> None:
 
 
 def _text(where: str, item: Mapping[str, Any], name: str, kinds: Sequence[str]) -> str:
+    return text_of(f"{where}.{name}", _content(where, item, name), kinds)
+
+
+def _content(where: str, item: Mapping[str, Any], name: str) -> str | list[Any] | None:
     content = item.get(name)
-    if not (content is None or isinstance(content, str | list)):
-        raise ValidationError(f"`{where}.{name}` must be a text or a list of parts")
-    return text_of(f"{where}.{name}", content, kinds)
+    if content is None or isinstance(content, str | list):
+        return content
+    raise ValidationError(f"`{where}.{name}` must be a text or a list of parts")
 
 
 def _arguments(where: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -254,39 +273,9 @@ def _arguments(where: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def offer_of(body: InputRequest) -> Offer:
+def offered_of(body: InputRequest) -> Offered:
     """The tools that the model gets to see. Raises ValidationError."""
-    tools = [_tool(f"tools.{number}", tool) for number, tool in enumerate(body.tools or [])]
-    choice = body.tool_choice or "auto"
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        tools, choice = _allowed(tools, choice)
-    return offer(tools, _choice(choice, body.parallel_tool_calls is not False))
-
-
-def _allowed(tools: Sequence[Tool], given: Mapping[str, Any]) -> tuple[list[Tool], str]:
-    """Some of the tools, and the mode. Raises ValidationError."""
-    listed, mode = given.get("tools"), given.get("mode")
-    if mode not in ("auto", "required") or not isinstance(listed, list):
-        raise ValidationError("`tool_choice` of allowed_tools needs a `mode`, auto or required, and a list of `tools`")
-    return allowed_of(tools, [one.get("name") if isinstance(one, Mapping) else one for one in listed]), mode
-
-
-def _tool(where: str, given: Mapping[str, Any]) -> Tool:
-    if given.get("type") != "function":
-        raise ValidationError(
-            f"`{where}` is of type {str(given.get('type'))[:40]}, and only functions are served: leave it out"
-        )
-    return tool_in(where, given)
-
-
-def _choice(given: str | Mapping[str, Any], is_parallel: bool) -> ToolChoice:
-    if isinstance(given, Mapping) and given.get("type") == "function":
-        return ToolChoice("required", string_of("tool_choice", given, "name"), is_parallel=False)
-    match given:
-        case "auto" | "none" | "required":
-            return ToolChoice(given, is_parallel=is_parallel)
-    kind = given if isinstance(given, str) else str(given.get("type"))
-    raise ValidationError(f"`tool_choice` is {kind[:40]}: give auto, none, required, or one function by its name")
+    return offered(body.tools or (), body.tool_choice or "auto", is_parallel=body.parallel_tool_calls is not False)
 
 
 def add_responses_routes(app: FastAPI, services: Services) -> None:
@@ -294,19 +283,21 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
 
     async def responses(request: Request) -> Response:
         body = await read(request, services, ResponsesRequest)
-        turn, given = turn_in(body, services), parameters_of(body)
+        its_tools = offered_of(body)
+        turn, given = turn_in(body, services, its_tools), parameters_of(body)
         most = services.config.max_top_n_tokens
         candidates = candidates_of(body, is_read=turn.reading is not None, most=most)
         wanted = scored(turn.prompt_request(given), candidates, of_prompt=False)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         model = body.model or services.adapters.base
-        head = answers.Head(request.state.request_id, model, echo_of(body), created_of(request))
+        head = answers.Head(request.state.request_id, model, echo_of(body), its_tools.named, created_of(request))
         frames, shape = partial(ResponseFrames, head, scoring), partial(answers.response, head, scoring)
         told: dict[str, Any] = {"is_stream": body.stream is True, "frames": frames, "shape": shape}
         return await answer_turn(request, services, turn, wanted, **told)
 
     async def input_tokens(request: Request) -> Response:
-        turn = turn_in(await read(request, services, InputRequest), services)
+        body = await read(request, services, InputRequest)
+        turn = turn_in(body, services, offered_of(body))
         count = await num_prompt_tokens(request, services, turn)
         told: answers.InputTokens = {"object": "response.input_tokens", "input_tokens": count}
         return json_response(told)
@@ -319,7 +310,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     add_post(app, f"{path}/input_tokens", input_tokens, summary, InputRequest, answers.InputTokens, errors=errors)
 
 
-def turn_in(body: InputRequest, services: Services) -> Turn:
+def turn_in(body: InputRequest, services: Services, its_tools: Offered) -> Turn:
     """What a body waits for. Raises ValidationError."""
     body.refuse_what_is_not_served()
-    return turn_of(services, transcript_of(body), offer_of(body), variables_of(body), model=body.model)
+    return turn_of(services, transcript_of(body), its_tools.offer, variables_of(body), model=body.model)

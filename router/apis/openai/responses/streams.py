@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from router.apis.openai.logprobs import Scoring, ShownToken, ShownTokenLogprob, ShownTokens, text_of
 from router.apis.openai.responses import answers
 from router.apis.openai.responses.answers import Head, Item, OutputText, ReasoningText, ResponseAnswer, Status
+from router.apis.openai.responses.tools import input_of
 from router.chat.pieces import (
     AnswerReader,
     CallArguments,
@@ -101,6 +102,13 @@ class ArgumentsDelta(Numbered, OfItem):
     delta: str
 
 
+class InputDelta(Numbered, OfItem):
+    """The input of a call of a custom tool, at once."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
 class TextDone(Numbered, OfPart):
     """All of a text."""
 
@@ -124,6 +132,13 @@ class ArgumentsDone(Numbered, OfItem):
     arguments: str
 
 
+class InputDone(Numbered, OfItem):
+    """All of a custom tool's input."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class FailureTold(Numbered):
     """Why the response fails, which the last event says too."""
 
@@ -134,8 +149,8 @@ class FailureTold(Numbered):
     error_type: str
 
 
-Delta = TextDelta | ReasoningDelta | ArgumentsDelta
-Done = TextDone | ReasoningDone | ArgumentsDone
+Delta = TextDelta | ReasoningDelta | ArgumentsDelta | InputDelta
+Done = TextDone | ReasoningDone | ArgumentsDone | InputDone
 # One event of a stream of `/v1/responses`.
 ResponseEvent = ResponseChanged | ItemChanged | PartChanged | Delta | Done | FailureTold
 
@@ -201,6 +216,11 @@ class ResponseFrames:
             self._begin(Part(kind), frames)
         assert self._item is not None
         self._item.part.texts.append(text)
+        if not self._item.is_custom:  # its JSON is no part of its input
+            self._show_delta(text, frames)
+
+    def _show_delta(self, text: str, frames: list[bytes]) -> None:
+        assert self._item is not None
         frames.append(self._item.before % dumps(text) + self._item.after % self._sequence)
         self._sequence += 1
 
@@ -218,7 +238,7 @@ class ResponseFrames:
 
     def _begin(self, part: Part, frames: list[bytes]) -> None:
         self._complete("completed", frames)
-        item = self._item = _Item(part, self._head.item_id(part.kind, len(self._output)), len(self._output))
+        item = self._item = _Item(part, self._head, len(self._output))
         frames.append(self._item_changed("response.output_item.added", item.told("in_progress")))
         self._show_part("response.content_part.added", item.shown(""), frames)
 
@@ -227,6 +247,9 @@ class ResponseFrames:
         if (item := self._item) is None:
             return
         text = item.part.text
+        if item.is_custom:
+            text = input_of(text)
+            self._show_delta(text, frames)
         frames.append(self._frame(item.done(text, self._sequence)))
         self._show_part("response.content_part.done", item.shown(text), frames)
         self._item, told = None, item.told(status)
@@ -283,9 +306,11 @@ class ResponseFrames:
 class _Item:
     """An item that is being written."""
 
-    def __init__(self, part: Part, id: str, index: int) -> None:
+    def __init__(self, part: Part, head: Head, index: int) -> None:
         self.part = part
-        self.id = id
+        self.id = id = head.item_id(part, index)
+        self.is_custom = head.is_custom(part)
+        self._head = head
         self.logprobs: list[ShownTokenLogprob] = []
         self.place: OfItem = {"item_id": id, "output_index": index}
         self.part_place: OfPart = {**self.place, "content_index": 0}
@@ -302,6 +327,13 @@ class _Item:
             case "reasoning":
                 kind: Literal["response.reasoning_text.delta"] = "response.reasoning_text.delta"
                 return {"type": kind, **self.part_place, "delta": "\0", "sequence_number": 0}
+            case "call" if self.is_custom:
+                return {
+                    "type": "response.custom_tool_call_input.delta",
+                    **self.place,
+                    "delta": "\0",
+                    "sequence_number": 0,
+                }
             case "call":
                 name: Literal["response.function_call_arguments.delta"] = "response.function_call_arguments.delta"
                 return {"type": name, **self.place, "delta": "\0", "sequence_number": 0}
@@ -328,7 +360,7 @@ class _Item:
 
     def told(self, status: Status) -> Item:
         """All of it."""
-        return answers.item_of(self.part, self.id, status, self.logprobs)
+        return self._head.item(self.part, self.id, status, self.logprobs)
 
     def done(self, text: str, number: int) -> Done:
         """What the event behind its last delta says."""
@@ -348,11 +380,18 @@ class _Item:
                     "text": text,
                     "sequence_number": number,
                 }
+            case "call" if self.is_custom:
+                return {
+                    "type": "response.custom_tool_call_input.done",
+                    **self.place,
+                    "input": text,
+                    "sequence_number": number,
+                }
             case "call":
                 return {
                     "type": "response.function_call_arguments.done",
                     **self.place,
-                    "name": self.part.name,
+                    "name": self._head.name_of(self.part),
                     "arguments": text,
                     "sequence_number": number,
                 }

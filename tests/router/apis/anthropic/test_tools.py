@@ -98,3 +98,73 @@ def test_the_model_sees_the_tools_and_the_results(tooled: Served) -> None:
     assert [call["id"] for call in calls] == [message["tool_call_id"] for message in told[2:]]
     counted = tooled.http.post(f"{URL}/count_tokens", json={**body, "max_tokens": None}).json()
     assert {"input_tokens": len(tooled.prompt) + 1} == counted
+
+
+def messages_in(prompt: str) -> list[dict[str, Any]]:
+    return list(json.loads(prompt[prompt.index("][") + 1 :]))
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.197.{0}; cc_entrypoint=cli; cch={0};"
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_what_claude_code_says_of_its_bills_is_no_part_of_the_prompt(tooled: Served, is_text: bool) -> None:
+    """It may change with each request, and the prompt is to begin alike."""
+    prompts = []
+    for number in ("a1b", "c2d"):
+        line = BILLING.format(number)
+        system: Any = f"{line}\nBe brief." if is_text else [{"type": "text", "text": t} for t in (line, "Be brief.")]
+        assert 200 == tooled.http.post(URL, json={**BODY, "system": system}).status_code
+        prompts.append(tooled.prompt)
+    assert prompts[0] == prompts[1] and {"role": "system", "content": "Be brief."} == messages_in(prompts[0])[0]
+
+
+THOUGHTS = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "First."}, {"type": "text", "text": "1"}]},
+    {"role": "user", "content": [{"type": "text", "text": "two"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Second."},
+            {"type": "tool_use", "id": "t", "name": "time", "input": {}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "noon"}]},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "Third."}, {"type": "text", "text": "2"}]},
+    {"role": "user", "content": "three"},
+]
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        ({"keep": "all"}, ["First.", "Second.", "Third."]),
+        ({"keep": {"type": "thinking_turns", "value": 3}}, ["First.", "Second.", "Third."]),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, ["Second.", "Third."]),
+        ({}, []),  # of the last turn alone, which has no thinking yet
+    ],
+)
+def test_earlier_thinking_is_left_out_by_turns(tooled: Served, edit: dict[str, Any], expected: list[str]) -> None:
+    edits = [{"type": "clear_thinking_20251015", **edit}]
+    body = {**BODY, "messages": THOUGHTS, "context_management": {"edits": edits}}
+    assert 200 == tooled.http.post(URL, json=body).status_code
+    told = messages_in(tooled.prompt)
+    assert expected == [one["reasoning_content"] for one in told if "reasoning_content" in one]
+    assert ["one", "1", "two", "", "noon", "2", "three"] == [one["content"] for one in told]
+
+
+def test_tools_that_anthropic_would_run_are_not_shown(tooled: Served) -> None:
+    elsewhere = [{"type": "web_search_20260209", "name": "web_search"}, {"type": "tool_search_tool_regex_20251119"}]
+    assert 200 == tooled.http.post(URL, json={**BODY, "tools": [*elsewhere, WEATHER]}).status_code
+    shown = json.loads(tooled.prompt[: tooled.prompt.index("][") + 1])
+    assert ["weather"] == [tool["function"]["name"] for tool in shown]
+
+
+def test_what_a_tool_shows_is_told_where_it_is_no_text(tooled: Served) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    said = [{"type": "text", "text": "a.png:"}, image]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": said}
+    body = {**BODY, "messages": [*THOUGHTS[:4], {"role": "user", "content": [result]}]}
+    assert 200 == tooled.http.post(URL, json=body).status_code
+    assert "a.png:\n[image left out: this model reads text alone]" == messages_in(tooled.prompt)[-1]["content"]

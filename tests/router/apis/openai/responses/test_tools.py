@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from router.apis.openai.responses.routes import TOOL
+from router.apis.openai.responses.tools import input_of
 from tests.router.apis.openai.responses.test_routes import URL, events_of, message, without_id
-from tests.router.served import Served
+from tests.router.served import WITH_TOOLS, Served, called, served
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 WEATHER = {
@@ -101,3 +103,110 @@ def test_the_model_sees_the_functions_and_the_results(tooled: Served) -> None:
     assert [message("It rains.")] == without_ids(second["output"])
     told = json.loads(tooled.prompt[tooled.prompt.index("][") + 1 :])
     assert ["user", "assistant", "tool", "tool"] == [one["role"] for one in told]
+
+
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Others to ask",
+    "tools": [WEATHER, {**WEATHER, "name": "other"}],
+}
+PATCH = {
+    "type": "custom",
+    "name": "weather",
+    "description": "A patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"},
+}
+
+
+def shown_tools(it: Served) -> list[dict[str, Any]]:
+    return [tool["function"] for tool in json.loads(it.prompt[: it.prompt.index("][") + 1])]
+
+
+def calls_what_it_sees(prompt: str) -> str:
+    """The first function that it sees, with a place."""
+    if '"role": "tool"' in prompt:
+        return "It rains."
+    name = json.loads(prompt[: prompt.index("][") + 1])[0]["function"]["name"]
+    return f"I look.\n{called(name, place='Ulm', input='*** {1}')}"
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("seeing"), calls_what_it_sees, **WITH_TOOLS) as it:
+        yield it
+
+
+def answer_and_stream(it: Served, body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The items of a whole answer, and the events of a streamed one, whose items are the same but for ids."""
+    answer = it.http.post(URL, json=body)
+    assert 200 == answer.status_code, answer.text
+    events = events_of(it.http.post(URL, json={**body, "stream": True}).text)
+    items = answer.json()["output"]
+    assert without_ids(items) == without_ids(events[-1]["response"]["output"])
+    return items, events
+
+
+def test_functions_of_a_namespace_are_called_by_both_names(seeing: Served) -> None:
+    body = {**BODY, "tools": [AGENTS, TIME]}
+    items, events = answer_and_stream(seeing, body)
+    assert ["agents__weather", "agents__other", "time"] == [tool["name"] for tool in shown_tools(seeing)]
+    call = items[1]
+    assert ("function_call", "weather", "agents") == (call["type"], call["name"], call["namespace"])
+    check_item(events, 1, events[-1]["response"]["output"][1])
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}]
+    history = [{"role": "user", "content": BODY["input"]}, *items, *results]
+    again, _ = answer_and_stream(seeing, {**body, "input": history})
+    assert [message("It rains.")] == without_ids(again)
+    assert (
+        '"name": "agents__weather", "arguments": {"place"' in seeing.prompt and '"name": "weather"' not in seeing.prompt
+    )
+
+
+@pytest.mark.parametrize("namespace", ["mcp__files__", None])
+def test_a_namespace_may_end_with_what_is_between(seeing: Served, namespace: str | None) -> None:
+    tools = [WEATHER] if namespace is None else [{**AGENTS, "name": namespace}]
+    items, _ = answer_and_stream(seeing, {**BODY, "tools": tools})
+    assert f"{namespace or ''}weather" == shown_tools(seeing)[0]["name"]
+    assert ("weather", namespace) == (items[-1]["name"], items[-1].get("namespace"))
+
+
+def test_a_custom_tool_is_called_with_a_text(seeing: Served) -> None:
+    body = {**BODY, "tools": [PATCH]}
+    items, events = answer_and_stream(seeing, body)
+    [shown] = shown_tools(seeing)
+    assert {"input"} == set(shown["parameters"]["properties"]) and "A patch\n`input` keeps to" in shown["description"]
+    assert "(lark):\nstart: /x+/" in shown["description"]
+    call = items[1]
+    assert call["id"].startswith("ctc_")
+    expected = {"type": "custom_tool_call", "status": "completed", "name": "weather", "input": "*** {1}"}
+    assert [expected] == without_ids([call])
+    kinds = [event["type"] for event in events if event.get("output_index") == 1]
+    stages = ("delta", "done")
+    told = [f"response.custom_tool_call_input.{stage}" for stage in stages]
+    assert ["response.output_item.added", *told, "response.output_item.done"] == kinds
+    assert ["*** {1}"] * 2 == [event.get("delta") or event.get("input") for event in events if event["type"] in told]
+    assert list(range(len(events))) == [event["sequence_number"] for event in events]
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": [{"type": "input_image"}]}
+    history = [{"role": "user", "content": BODY["input"]}, *items, result]
+    again, _ = answer_and_stream(seeing, {**body, "input": history})
+    assert [message("It rains.")] == without_ids(again)
+    assert '"arguments": {"input": "*** {1}"}' in seeing.prompt
+    assert "[input_image left out: this model reads text alone]" in seeing.prompt
+
+
+def test_what_is_no_text_of_a_custom_tool_is_told_as_it_was_written() -> None:
+    assert ["x", '{"input": 5}', '{"inp', "[]"] == [
+        input_of(text) for text in ('{"input": "x"}', '{"input": 5}', '{"inp', "[]")
+    ]
+
+
+def test_tools_that_openai_would_run_are_not_shown(tooled: Served) -> None:
+    elsewhere = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "web_search_preview_2025_03_11"}]
+    body = tooled.http.post(URL, json={**BODY, "tools": [*elsewhere, WEATHER]}).json()
+    assert ["weather"] == [tool["name"] for tool in shown_tools(tooled)]
+    assert 4 == len(body["tools"])
+    alone = tooled.http.post(URL, json={**BODY, "tools": elsewhere}).json()
+    assert [message("No tools here.")] == without_ids(alone["output"])
+    some = {"type": "allowed_tools", "mode": "auto", "tools": [elsewhere[0], {"type": "function", "name": "time"}]}
+    assert 200 == tooled.http.post(URL, json={**BODY, "tool_choice": some}).status_code
