@@ -112,7 +112,7 @@ THINKING: Mapping[str, Mapping[str, bool]] = {
 }
 
 
-# What Claude Code's system prompt begins with. The rest of the line may change with each request, and no prefix be found.
+# What Claude Code's system prompt begins with. The rest of the line may change with each request, and so the prefix.
 BILLING = "x-anthropic-billing-header:"
 CLEAR_THINKING = "clear_thinking_20251015"
 # Tools that Anthropic's servers would run, without the date of their version.
