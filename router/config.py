@@ -18,8 +18,23 @@ from typing import Literal
 UNBOUNDED_TOTAL_TOKENS = 4096  # default of a model without a longest sequence; none of them was trained on longer ones
 ROOM_FOR_ANSWER = 1024  # behind a longest prompt that was given for such a model
 # The names in the tables of `router/chat/formats.py`, which a test compares.
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
-REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
+TOOL_CALL_PARSERS = (
+    *(
+        "auto",
+        "none",
+        "hermes",
+        "llama3",
+        "mistral",
+        "deepseek",
+        "deepseek_v3",
+        "qwen3_coder",
+        "seed",
+        "glm",
+        "minimax",
+    ),
+    *("kimi", "harmony", "gemma", "command", "granite", "nemotron", "lfm2", "pythonic", "json"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite", "gemma", "command", "harmony")
 KV_ADMISSIONS = ("demand", "reserve")
 FROM_TEXTS = ("ngram", "suffix")  # methods that look for what was said before
 OF_A_MODEL = ("draft", "medusa", "eagle3")  # those that need a model beside the one that is served

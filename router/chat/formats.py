@@ -13,16 +13,42 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around what a model thinks before it answers. `sign`: what a template of such models has."""
+    """The marks around what a model thinks before it answers. `sign`: what a template of such models has.
+
+    behind: what the model writes between its thoughts and what follows. answer: what an answer in words begins with.
+    channels: marks of a model that writes all it says as messages with a header, in the format harmony.
+    """
 
     begin: str
     end: str
     sign: str
+    behind: str = ""
+    answer: str = ""
+    channels: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Both."""
-        return (self.begin, self.end)
+        """All of them."""
+        return self.channels or (self.begin, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """How a call is written whose arguments are not JSON, but each between tags, texts without quotes.
+
+    A call is `name`, its name, `name_end`, the arguments, `end`. An argument is `key`, its name, `key_end`, `value`,
+    what it is, `value_end`. padding: what is around a value and no part of it. Where `name` is empty, the mark in front
+    of the call is enough; where `end` is, the mark behind it.
+    """
+
+    name: str
+    name_end: str
+    key: str
+    key_end: str
+    value_end: str
+    value: str = ""
+    end: str = ""
+    padding: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +57,7 @@ class Writing:
 
     Each call is `mark`, `begin`, its name, `middle`, its arguments, `end`; all of them are `open_mark`, `open`, the
     calls with `between` between them, `close`. needs: a mark that only the tokenizers of models that write so have.
+    is_numbered: the name is followed by a colon and the number of the call. is_single: an answer has one call at most.
     """
 
     mark: str = ""
@@ -42,6 +69,8 @@ class Writing:
     between: str = ""
     close: str = ""
     needs: str = ""
+    is_numbered: bool = False
+    is_single: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +78,53 @@ class ToolFormat:
     """How models write a call: `begin`, JSON with the name and the arguments, `end`.
 
     An answer may also begin with the JSON itself where `is_bare`, and the JSON of several calls may be a list, or have
-    `separators` between them. With `is_python`, a list may have calls in Python's notation. With `before_arguments`, a
-    call may also be its name, this mark, and its arguments. `around` are marks around all calls that say nothing.
-    writings: how a grammar has a model write it; the first whose needs are met.
+    `separators` between them. With `is_python`, a list may have calls in Python's notation. With `quote`, a call may be
+    written as Gemma 4 does, which has this mark around texts and none around names. With `before_arguments`, a
+    call may also be its name, behind `before_name`, this mark, and its arguments. With `tags`, a call may have its
+    arguments in tags. `around` are marks around all calls that say nothing, and `within` those inside a call.
+    behind_arguments: characters between arguments and `end`. writings: how a grammar has a model write it; the first
+    whose needs are met. channels: as of a `ReasoningFormat`.
     """
 
     begin: str
     end: str = ""
     is_bare: bool = False
     is_python: bool = False
+    quote: str = ""
     separators: str = ""
+    before_name: str = ""
     before_arguments: str = ""
+    behind_arguments: str = "}]"
     around: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
+    tags: Tags | None = None
+    channels: tuple[str, ...] = ()
     writings: tuple[Writing, ...] = (Writing(between="\n"),)
     ids_of_nine: bool = False  # its templates want ids of calls that are 9 letters or digits
+    ids_of_names: bool = False  # they want `functions.NAME:NUMBER`
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All of them."""
-        found = (self.begin, self.end, self.before_arguments, *self.around)
+        tags = self.tags
+        inner = (tags.key, tags.key_end, tags.value, tags.value_end) if tags else ()
+        found = (
+            self.begin,
+            self.end,
+            self.before_arguments,
+            self.quote,
+            *self.around,
+            *self.within,
+            *self.channels,
+            *inner,
+        )
         return tuple(mark for mark in found if mark)
 
+
+CHANNELS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+OF_FUNCTIONS = Tags("<function=", ">", "<parameter=", ">", "</parameter>", end="</function>", padding="\n")
+OF_KEYS = Tags("", "\n", "<arg_key>", "</arg_key>", "</arg_value>", value="<arg_value>")
+OF_INVOKES = Tags('<invoke name="', '">', '<parameter name="', '">', "</parameter>", end="</invoke>")
 
 REASONING: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>", sign="</think>"),
@@ -78,6 +133,16 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "thought": ReasoningFormat("<thought>", "</thought>", sign="</thought>"),
     "granite": ReasoningFormat(
         "Here is my thought process:", "Here is my response:", sign="Here is my thought process:"
+    ),
+    "gemma": ReasoningFormat("<|channel>thought\n", "<channel|>", sign="<|channel>thought"),
+    "command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", sign="<|START_THINKING|>"),
+    "harmony": ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        sign="<|channel|>analysis",
+        behind="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+        channels=CHANNELS,
     ),
 }
 
@@ -118,15 +183,157 @@ TOOLS: Mapping[str, ToolFormat] = {
             ),
         ),
     ),
+    "deepseek_v3": ToolFormat(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        before_name="function<｜tool▁sep｜>",
+        before_arguments="```json",
+        behind_arguments="}]`",
+        around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        within=("<｜tool▁sep｜>",),
+        writings=(
+            Writing(
+                "<｜tool▁call▁begin｜>",
+                begin="function<｜tool▁sep｜>",
+                middle="\n```json\n",
+                end="\n```<｜tool▁call▁end｜>",
+                open_mark="<｜tool▁calls▁begin｜>",
+                between="\n",
+                close="<｜tool▁calls▁end｜>",
+            ),
+        ),
+    ),
+    "kimi": ToolFormat(
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        before_name="functions.",
+        before_arguments="<|tool_call_argument_begin|>",
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        writings=(
+            Writing(
+                "<|tool_call_begin|>",
+                begin="functions.",
+                middle="<|tool_call_argument_begin|>",
+                is_numbered=True,
+                end="<|tool_call_end|>",
+                open_mark="<|tool_calls_section_begin|>",
+                close="<|tool_calls_section_end|>",
+            ),
+        ),
+        ids_of_names=True,
+    ),
+    "qwen3_coder": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        tags=OF_FUNCTIONS,
+        writings=(
+            Writing("<tool_call>", begin="\n<function=", middle=">\n", end="</function>\n</tool_call>", between="\n"),
+        ),
+    ),
+    "seed": ToolFormat(
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        tags=OF_FUNCTIONS,
+        writings=(
+            Writing(
+                "<seed:tool_call>",
+                begin="\n<function=",
+                middle=">\n",
+                end="</function>\n</seed:tool_call>",
+                between="\n",
+            ),
+        ),
+    ),
+    "glm": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        tags=OF_KEYS,
+        writings=(Writing("<tool_call>", begin="", middle="\n", end="</tool_call>", between="\n"),),
+    ),
+    "minimax": ToolFormat(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        tags=OF_INVOKES,
+        writings=(
+            Writing(
+                "<minimax:tool_call>",
+                begin='\n<invoke name="',
+                middle='">\n',
+                end="</invoke>\n</minimax:tool_call>",
+                between="\n",
+            ),
+        ),
+    ),
+    "harmony": ToolFormat(
+        "",
+        channels=CHANNELS,
+        writings=(
+            Writing(
+                "<|channel|>",
+                begin="commentary to=functions.",
+                middle=" <|constrain|>json<|message|>",
+                end="",
+                is_single=True,
+            ),
+        ),
+    ),
+    "gemma": ToolFormat(
+        "<|tool_call>",
+        "<tool_call|>",
+        before_name="call:",
+        quote='<|"|>',
+        writings=(Writing("<|tool_call>", end="}<tool_call|>"),),
+    ),
+    "command": ToolFormat(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        writings=(
+            Writing(
+                begin='{"tool_name": "',
+                middle='", "parameters": ',
+                open_mark="<|START_ACTION|>",
+                open="[",
+                between=", ",
+                close="]<|END_ACTION|>",
+            ),
+        ),
+    ),
+    "granite": ToolFormat(
+        "<|tool_call|>", writings=(Writing(open_mark="<|tool_call|>", open="[", between=", ", close="]"),)
+    ),
+    "nemotron": ToolFormat(
+        "<TOOLCALL>",
+        "</TOOLCALL>",
+        writings=(Writing(open_mark="<TOOLCALL>", open="[", between=", ", close="]</TOOLCALL>"),),
+    ),
+    "lfm2": ToolFormat(
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        is_python=True,
+        writings=(Writing("<|tool_call_start|>", end="}<|tool_call_end|>"),),
+    ),
     "pythonic": ToolFormat("<|python_start|>", "<|python_end|>", is_bare=True, is_python=True),
     "json": ToolFormat("", is_bare=True, separators=";,"),
 }
 
 # What a template with tools of the format has, the first that holds.
 SIGNS: Mapping[str, Callable[[str], bool]] = {
-    "hermes": lambda template: "<tool_call>" in template and "<function=" not in template,
+    "harmony": lambda template: "<|channel|>commentary" in template,
+    "seed": lambda template: "<seed:tool_call>" in template,
+    "minimax": lambda template: "<minimax:tool_call>" in template,
+    "kimi": lambda template: "<|tool_call_argument_begin|>" in template,
+    "glm": lambda template: "<arg_key>" in template,
+    "qwen3_coder": lambda template: "<tool_call>" in template and "<function=" in template,
+    "hermes": lambda template: "<tool_call>" in template,
     "mistral": lambda template: "[TOOL_CALLS]" in template,
     "deepseek": lambda template: "<｜tool▁sep｜>" in template and "```json" not in template,
+    "deepseek_v3": lambda template: "<｜tool▁sep｜>" in template,
+    "gemma": lambda template: "<|tool_call>" in template,
+    "command": lambda template: "<|START_ACTION|>" in template,
+    "granite": lambda template: "<|tool_call|>" in template,
+    "nemotron": lambda template: "<TOOLCALL>" in template,
+    "lfm2": lambda template: "<|tool_call_start|>" in template,
     "pythonic": lambda template: "<|python_start|>" in template or "[func_name1(" in template,
     "llama3": lambda template: (
         "<|python_tag|>" in template or ('"parameters"' in template and "<|start_header_id|>" in template)

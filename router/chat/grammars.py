@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.chat.formats import ReasoningFormat, ToolFormat, Writing
+from router.chat.formats import ReasoningFormat, Tags, ToolFormat, Writing
+from router.chat.tags import schema_of_argument, types_of
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.errors import ValidationError
 from router.grammars.json_schema import any_of, moved, typed
@@ -31,7 +32,9 @@ NO_CALL = r"/(\s*[^\s{\[](?s:.*))?/"  # a text that does not begin as JSON
 DEFINED = re.compile(r"^([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
 TOKEN = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\n]*>|\bstart\b')
 # The names that are defined here.
-OURS = re.compile(r"answer|calls?|call_\d+|called|unmarked|wanted|(thoughts|up_to)(_text)?|thinking|TEXT|NO_CALL")
+OURS = re.compile(
+    r"answer|words|calls?|call_\d+(_\d+(_text)*)?|called|unmarked|wanted|(thoughts|up_to)(_text)?|thinking|TEXT|NO_CALL"
+)
 UNESCAPED_SLASH = re.compile(r"((?:^|[^\\])(?:\\\\)*)/")
 BLANKS = r"/\s{0,4}/"
 WANTED = "wanted"  # the rule for what a client asks for beside calls
@@ -54,19 +57,27 @@ class AnswerGrammar:
             answer = self._optional_calls(writing, offered)
         else:
             return None
-        return self._lark([*answer, *self._calls(writing, offered)], is_within=is_within)
+        return self._lark([*answer, *self._calls(its, writing, offered)], is_within=is_within)
 
     def calls_or(self, wanted: Grammar, its: ToolFormat, offered: Offer, *, is_within: bool = False) -> str:
         """What holds an answer to calls or to this grammar, as the model chooses."""
         writing = self._writing(its)
         if wanted.kind is GrammarKind.JSON_SCHEMA and not (writing.open_mark or writing.mark):
             return self._lark([_json("answer", _call_or(wanted, writing, offered))], is_within=is_within)
-        calls = self._calls(writing, offered)
-        return self._lark([f"answer: calls | {WANTED}", _rule(WANTED, wanted), *calls], is_within=is_within)
+        calls = [*self._wanted("words"), _rule(WANTED, wanted), *self._calls(its, writing, offered)]
+        return self._lark(["answer: calls | words", *calls], is_within=is_within)
 
-    def behind_reasoning(self, wanted: Grammar) -> str:
-        """What holds an answer that begins within reasoning to this grammar from there on."""
-        return self._lark([_rule("answer", wanted)], is_within=True)
+    def behind_reasoning(self, wanted: Grammar, *, is_within: bool) -> str:
+        """What holds an answer to this grammar from the end of its reasoning on."""
+        return self._lark([*self._wanted("answer"), _rule(WANTED, wanted)], is_within=is_within)
+
+    def _wanted(self, name: str) -> list[str]:
+        """The rule for what is wanted, behind the mark that an answer in words begins with."""
+        return [f"{name}: {self._written(self._answer_mark)} {WANTED}"]
+
+    @property
+    def _answer_mark(self) -> str:
+        return self.reasoning.answer if self.reasoning is not None else ""
 
     def _writing(self, its: ToolFormat) -> Writing:
         """How this model writes calls in the format."""
@@ -80,36 +91,68 @@ class AnswerGrammar:
         its = self.reasoning
         if its is None:
             return ["start: answer"]
-        thoughts = [*self._up_to("thoughts", its.end), f"thinking: {self._written(its.begin)} thoughts"]
-        return [f"start: {'thoughts' if is_within else '(thinking)?'} {BLANKS} answer", *thoughts]
+        behind = self._written(its.behind)
+        thoughts = [*self._up_to("thoughts", its.end), f"thinking: {self._written(its.begin)} thoughts {behind}"]
+        before = f"thoughts {BLANKS}" if is_within else f"(thinking {BLANKS})?"
+        return [f"start: {before} answer", *thoughts]
 
     def _optional_calls(self, writing: Writing, offered: Offer) -> list[str]:
         mark = writing.open_mark or writing.mark
+        if self._answer_mark:
+            return [f"answer: {self._written(self._answer_mark)} TEXT | calls"]
         if not mark:
             return ["answer: NO_CALL | calls", f"NO_CALL: {NO_CALL}"]
         held = f"{self._written(writing.open)} {self._sequence(writing, offered)}" if writing.open_mark else "unmarked"
         several = "called* TEXT" if offered.choice.is_parallel else "TEXT | called"
         return [f"answer: {several}", f"called: up_to {held}", *self._up_to("up_to", mark)]
 
-    def _calls(self, writing: Writing, offered: Offer) -> list[str]:
+    def _calls(self, its: ToolFormat, writing: Writing, offered: Offer) -> list[str]:
         """All calls as they are written, and one: with its mark, and without."""
-        tools = offered.callable_tools
+        tools, tags = offered.callable_tools, its.tags
         opened = self._written(writing.open_mark + writing.open)
         numbers = " | ".join(f"call_{number}" for number in range(len(tools)))
         return [
             f"calls: {opened} {self._sequence(writing, offered)}",
             f"call: {self._written(writing.mark)} unmarked",
             f"unmarked: {numbers}",
-            *(f"call_{number}: {self._call(writing, tool)}" for number, tool in enumerate(tools)),
+            *(line for number, tool in enumerate(tools) for line in self._call(f"call_{number}", writing, tool, tags)),
         ]
 
     def _sequence(self, writing: Writing, offered: Offer) -> str:
-        more = f" ({self._written(writing.between)} call)*" if offered.choice.is_parallel else ""
+        is_parallel = offered.choice.is_parallel and not writing.is_single
+        more = f" ({self._written(writing.between)} call)*" if is_parallel else ""
         return f"call{more} {self._written(writing.close)}"
 
-    def _call(self, writing: Writing, tool: Tool) -> str:
-        before, behind = self._written(writing.begin + tool.name + writing.middle), self._written(writing.end)
-        return f"{before} %json {json.dumps(schema_of(tool), ensure_ascii=False)} {behind}"
+    def _call(self, name: str, writing: Writing, tool: Tool, tags: Tags | None) -> list[str]:
+        """The rule of this name for a call of a tool, and those that it needs."""
+        number = '":" /[0-9]{1,3}/' if writing.is_numbered else ""
+        before = f"{self._written(writing.begin + tool.name)} {number} {self._written(writing.middle)}"
+        behind = self._written(writing.end)
+        if tags is None:
+            return [f"{name}: {before} %json {json.dumps(schema_of(tool), ensure_ascii=False)} {behind}"]
+        schema = schema_of(tool)
+        arguments = list((schema.get("properties") or {}).items())
+        required = set(schema.get("required") or ())
+        each = [f"{name}_{at}" if key in required else f"({name}_{at})?" for at, (key, _) in enumerate(arguments)]
+        return [
+            f"{name}: {before} {' '.join(each)} {behind}",
+            *(line for at, one in enumerate(arguments) for line in self._argument(f"{name}_{at}", tags, schema, *one)),
+        ]
+
+    def _argument(self, name: str, tags: Tags, schema: Mapping[str, Any], key: str, its: Any) -> list[str]:
+        """The rule for an argument between its tags: what may be a text up to the last of them, or a value in JSON."""
+        value_of = f"\n{tags.value}" if tags.value else ""
+        before = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{tags.padding}")
+        behind = self._written("\n")
+        end, found = tags.padding + tags.value_end, schema_of_argument(schema, key)
+        types, words = types_of(found), found.get("enum")
+        if types == {"string"} and words:
+            return [f"{name}: {before} ({' | '.join(map(_quoted, words))}) {self._written(end)} {behind}"]
+        if not types or "string" in types:
+            return [f"{name}: {before} {name}_text {behind}", *self._up_to(f"{name}_text", end)]
+        kept = {one: schema[one] for one in ("$defs", "definitions", "x-guidance") if one in schema}
+        value = json.dumps({**(its if isinstance(its, Mapping) else {}), **kept}, ensure_ascii=False)
+        return [f"{name}: {before} %json {value} {self._written(end)} {behind}"]
 
     def _up_to(self, name: str, mark: str) -> list[str]:
         """The rule for a text up to and including the first of these marks."""

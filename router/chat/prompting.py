@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,7 @@ def for_template(
     """(messages, tools) to render the text of a template with. Raises ValidationError. As for `rendering`."""
     tools = offered.for_template() or None
     if KNOWS_TOOLS.search(template):
-        told = [_with_short_ids(message) for message in messages] if its and its.ids_of_nine else list(messages)
+        told = _as_expected(messages, its) if its else list(messages)
         return (_with_words(told, instruction) if tools and instruction else told), tools
     told = _in_words(messages)
     if tools:
@@ -89,14 +89,41 @@ def _with_words(messages: list[Message], words: str) -> list[Message]:
     return [*messages[:at], told, *messages[at + 1 :]]
 
 
-def _with_short_ids(message: Message) -> Message:
-    """Ids of calls as templates of some families insist on: others are replaced, alike wherever they are."""
-    told = dict(message)
-    if "tool_call_id" in told:
-        told["tool_call_id"] = _short(told["tool_call_id"])
-    if "tool_calls" in told:
-        told["tool_calls"] = [{**one, "id": _short(one.get("id", ""))} for one in told["tool_calls"]]
+def _as_expected(messages: Sequence[Message], its: ToolFormat) -> list[Message]:
+    """Ids of calls and reasoning as templates of some families want them."""
+    if its.ids_of_nine:
+        return _with_ids(messages, lambda call, _: _short(call.get("id", "")))
+    if its.ids_of_names:
+        return _with_ids(messages, lambda call, number: f"functions.{call['function']['name']}:{number}")
+    return [_with_thoughts(message) for message in messages] if its.channels else list(messages)
+
+
+def _with_ids(messages: Sequence[Message], id_of: Callable[[Message, int], str]) -> list[Message]:
+    """With other ids of calls, the same wherever they are. id_of: of a call, by its number in the conversation."""
+    told: list[Message] = []
+    renamed: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        changed = dict(message)
+        if "tool_calls" in message:
+            changed["tool_calls"] = []
+            for call in message["tool_calls"]:
+                renamed[call.get("id", "")] = id = id_of(call, number)
+                changed["tool_calls"].append({**call, "id": id})
+                number += 1
+        if (answered := message.get("tool_call_id")) is not None:
+            changed["tool_call_id"] = renamed.get(answered) or id_of({"id": answered, "function": {"name": ""}}, number)
+        told.append(changed)
     return told
+
+
+def _with_thoughts(message: Message) -> Message:
+    """What harmony's templates call `thinking`, which stands for all that is said before a call."""
+    if not (thoughts := message.get("reasoning_content")):
+        return message
+    if "tool_calls" not in message:
+        return {**message, "thinking": thoughts}
+    return {**message, "thinking": "\n\n".join(filter(None, (thoughts, message["content"]))), "content": ""}
 
 
 def _short(id: str) -> str:

@@ -1,5 +1,7 @@
 """Reads answers as the model writes them: reasoning, text, and calls of tools in one of the formats of `formats.py`.
 
+Calls with their arguments in tags are read by `tags.py`, messages with headers by `channels.py`.
+
 `AnswerFormats` are the served model's, `Reading` is for one request, and a `Reader` takes one answer apart. What begins
 like a call and turns out to be none is text, with its marks. A call whose name is known is a call, however it goes on:
 its arguments are given out as the model writes them. Blanks around reasoning and calls are dropped. The marks of a
@@ -9,11 +11,14 @@ the reader takes them out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+import re
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from router.chat.channels import HeaderReader
 from router.chat.formats import (
     AUTO,
     NONE,
@@ -26,7 +31,9 @@ from router.chat.formats import (
 )
 from router.chat.grammars import AnswerGrammar
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
+from router.chat.quoted_values import QuotedReader
 from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Source, Steps, decoded
+from router.chat.tags import TaggedReader
 from router.chat.template import ChatTemplate
 from router.chat.tools import MOST_NAME, Offer
 from router.errors import ValidationError
@@ -36,9 +43,12 @@ from router.scheduling.grammar import Grammar
 from router.text.tokenizer import ModelTokenizer
 
 MOST_CHARACTERS_BEFORE_ARGUMENTS = MOST_NAME + 136  # a name, and what some formats write beside it
+NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
-BESIDE = ("type", "id")  # keys of a call that may come before its name
+BESIDE = ("type", "id", "tool_call_id")  # keys of a call that may come before its name
 NOTHING = "{}"
+BETWEEN_MESSAGES = "\n\n"  # of one kind
+BEHIND_NAMES = re.compile(r"[\[:]")  # an id in a mark of its own, or a number
 Visible = type[Text] | type[Reasoning]
 
 
@@ -91,8 +101,8 @@ class AnswerFormats:
             )
         if tools is None and self.reasoning is None:
             return None
-        names = frozenset(tool.name for tool in offered.callable_tools)
-        rules = ReadingRules(tools, names, offered.choice.is_parallel, self.reasoning)
+        schemas = {tool.name: tool.parameters or {} for tool in offered.callable_tools}
+        rules = ReadingRules(tools, schemas, offered.choice.is_parallel, self.reasoning)
         return Reading(self, rules, offered)
 
 
@@ -138,8 +148,10 @@ class Reading:
         return self._grammar.calls_or(wanted, its, self.offered, is_within=self._is_within(prompt_end, begun))
 
     def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
-        """What the client wants the answer held to, where it begins within reasoning, which is free."""
-        return self._grammar.behind_reasoning(wanted) if self._is_within(prompt_end, begun) else None
+        """What the client wants the answer held to, where reasoning comes before it, which is free."""
+        is_within = self._is_within(prompt_end, begun)
+        is_told = self.rules.reasoning is not None and self.rules.reasoning.answer != ""  # where the answer begins
+        return self._grammar.behind_reasoning(wanted, is_within=is_within) if is_within or is_told else None
 
     @property
     def _grammar(self) -> AnswerGrammar:
@@ -164,11 +176,12 @@ class Reading:
 class ReadingRules:
     """How to read an answer.
 
-    names: of the tools that it may call. is_parallel: whether it may have more than one call; later ones are dropped.
+    schemas: of the arguments of the tools that it may call, by their names. is_parallel: whether it may have more than
+    one call; later ones are dropped.
     """
 
     tool_format: ToolFormat | None = None
-    names: Collection[str] = ()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_parallel: bool = True
     reasoning: ReasoningFormat | None = None
 
@@ -219,6 +232,8 @@ class Reader:
     def _answer(self) -> Steps[None]:
         yield
         with suppress(Ended):
+            if channels := self._channels:
+                yield from self._messages(channels)
             yield from self._reasoning()
             if self._rules.tool_format is None:
                 yield from self._rest()
@@ -262,39 +277,46 @@ class Reader:
                 yield from self._calls(its, is_bare=True)
             else:
                 self._pieces.text(self._source.recorded())
-        begins = Marks([mark for mark in (its.begin, *its.around) if mark])
+        name_mark = its.tags.name if its.tags else ""  # with which models begin that leave the mark in front of it out
+        begins = Marks([mark for mark in (its.begin, name_mark, *its.around) if mark])
         while True:
             self._stretch = (Text, begins)
             text, mark = yield from self._source.until(begins)
             self._pieces.text(text)
-            if mark and mark == its.begin:
+            if mark and mark in (its.begin, name_mark):
                 self._stretch = None
                 self._source.record(self._pieces.drop_blanks(), mark)
-                yield from self._calls(its, is_bare=False)
+                yield from self._calls(its, is_bare=False, is_named=mark == name_mark)
             elif mark:
                 self._pieces.drop_blanks()
 
-    def _calls(self, its: ToolFormat, *, is_bare: bool) -> Steps[None]:
-        """The calls behind a mark. What was recorded and is none, is text."""
+    def _calls(self, its: ToolFormat, *, is_bare: bool, is_named: bool = False) -> Steps[None]:
+        """The calls behind a mark. What was recorded and is none, is text. is_named: a name comes, whatever it is."""
         with suppress(NotThis):
             first = yield from self._source.skip_blanks()
-            if first == "[":
+            if is_named:
+                yield from self._tagged_calls(its, is_named=True)
+            elif first == "[":
                 yield from self._list_of_calls(its, is_bare)
             elif first == "{":
                 yield from self._objects(its, is_bare)
             elif its.before_arguments:
                 yield from self._named_call(its)
+            elif its.tags:
+                yield from self._tagged_calls(its)
+            elif its.quote:
+                yield from self._quoted_call(its)
             else:
                 raise NotThis
             if its.end:
-                yield from self._end(its.end)
+                yield from self._end(its.end, its.behind_arguments)
         self._pieces.text(self._source.recorded())
 
-    def _end(self, mark: str) -> Steps[None]:
-        """The mark behind a call, also behind brackets too many."""
+    def _end(self, mark: str, others: str) -> Steps[None]:
+        """The mark behind a call, also behind brackets too many, which are among the `others`."""
         self._source.record()
         try:
-            yield from self._source.skip_blanks(others="}]")
+            yield from self._source.skip_blanks(others=others)
             is_there = yield from self._source.accept(mark)
         except Ended:
             self._source.recorded()
@@ -334,9 +356,78 @@ class Reader:
         written, mark = yield from self._text_before(marks, MOST_CHARACTERS_BEFORE_ARGUMENTS, (its.begin, "{"))
         if mark == its.begin:
             raise NotThis
-        name, _, _ = written.partition("[")  # an id in a mark of its own may follow
-        self._begin(name.strip())
+        name = written.strip().removeprefix(its.before_name)
+        self._begin(BEHIND_NAMES.split(name, 1)[0].strip())
         yield from self._arguments()
+
+    def _tagged_calls(self, its: ToolFormat, *, is_named: bool = False) -> Steps[None]:
+        """Calls one after the other. is_named: what comes first is a name, and its mark is read."""
+        tags = its.tags
+        assert tags is not None, "they are read where a format has tags"
+        values = TaggedReader(self._source, tags, its.end)
+        while True:
+            if not is_named and tags.name and not (yield from self._source.accept(tags.name)):
+                raise NotThis
+            written = yield from values.name()
+            self._begin(written)
+            yield from values.arguments(self._rules.schemas[written], self._pieces.arguments)
+            self.is_in_call = False
+            if not tags.name or not (yield from self._another(tags.name)):
+                return
+            is_named = True
+
+    def _quoted_call(self, its: ToolFormat) -> Steps[None]:
+        written, _ = yield from self._text_before(Marks((), "{"), MOST_NAME + len(its.before_name) + 2, ("{",))
+        self._begin(written.strip().removeprefix(its.before_name))
+        yield from QuotedReader(self._source, its.quote).arguments(self._pieces.arguments)
+        self.is_in_call = False
+
+    def _another(self, mark: str) -> Steps[bool]:
+        """Whether a call follows at once, whose mark is read then."""
+        self._source.record()
+        try:
+            yield from self._source.skip_blanks()
+            is_there = yield from self._source.accept(mark)
+        except Ended:
+            self._source.recorded()
+            raise
+        blanks = self._source.recorded()
+        if is_there:
+            self._source.record(blanks)
+        return is_there
+
+    @property
+    def _channels(self) -> tuple[str, ...]:
+        its = (self._rules.reasoning, self._rules.tool_format)
+        return next((one.channels for one in its if one is not None and one.channels), ())
+
+    def _messages(self, channels: tuple[str, ...]) -> Steps[None]:
+        """Messages with headers, until the answer is over."""
+        header, ends = HeaderReader(self._source), Marks([mark for mark in channels if mark in HeaderReader.ends])
+        before: Visible | None = None  # what the message before was
+        its = yield from header.read(is_first=True)
+        while True:
+            self._pieces.drop_blanks()
+            if its.recipient in self._rules.schemas:
+                self._begin(its.recipient)
+                yield from self._arguments()
+                yield from self._message(ends, lambda _: None)
+                before = None
+            else:
+                kind: Visible = Reasoning if its.is_reasoning else Text
+                show = self._pieces.reasoning if its.is_reasoning else self._pieces.text
+                show((BETWEEN_MESSAGES if before is kind else "") + its.text)
+                self._stretch = (kind, ends)
+                yield from self._message(ends, show)
+                self._stretch, before = None, kind
+            its = yield from header.read(is_first=False)
+
+    def _message(self, ends: Marks, show: Callable[[str], None]) -> Steps[None]:
+        """Up to the mark that ends it, which is read unless a header begins with it."""
+        mark = ""
+        while not mark:
+            text, mark = yield from self._source.until(ends, keeps=HeaderReader.begins)
+            show(text)
 
     def _text_before(self, marks: Marks, most: int, keeps: Container[str] = ()) -> Steps[tuple[str, str]]:
         """(a text of at most so many characters, the mark behind it). Raises NotThis, and Ended."""
@@ -358,7 +449,7 @@ class Reader:
         while (following := (yield from self._source.skip_blanks(others=","))) == '"':
             key = yield from self._json.short_string(MOST_NAME)
             yield from self._source.expect(":")
-            if key == "name" and name is None:
+            if key in NAMES and name is None:
                 yield from self._source.skip_blanks()
                 name = self._known((yield from self._json.short_string(MOST_NAME)))
                 if has_arguments or not is_bare:
@@ -410,7 +501,7 @@ class Reader:
 
     def _known(self, name: str) -> str:
         """The name of a tool. Raises NotThis for another: a client gets no calls of what it does not have."""
-        if name not in self._rules.names:
+        if name not in self._rules.schemas:
             raise NotThis
         return name
 

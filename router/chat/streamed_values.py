@@ -337,11 +337,11 @@ class PythonReader:
         sink('"')
         while True:
             text, stop = yield from self._source.until(PYTHON_QUOTES[quote])
-            sink(_inside(text))
+            sink(inside_quotes(text))
             if stop == quote:
                 break
             if stop:
-                sink(_inside((yield from self._escaped())))
+                sink(inside_quotes((yield from self._escaped())))
         sink('"')
 
     def _escaped(self) -> Steps[str]:
@@ -362,7 +362,7 @@ class PythonReader:
         return character
 
 
-def _inside(text: str) -> str:
+def inside_quotes(text: str) -> str:
     """A text as it is written within quotes of JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 

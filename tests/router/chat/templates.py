@@ -95,6 +95,31 @@ TOOL_TEMPLATES = {
     "{{ ', ' if not loop.last }}{% endfor %}]{{ eos_token }}"
     "{% elif message.role == 'user' %}[INST] {{ message.content }}[/INST]"
     "{% else %} {{ message.content }}{{ eos_token }}{% endif %}" + END,
+    # Arguments between tags: each on its own, texts without quotes.
+    "qwen3_coder": "{% if tools %}{{ tools | tojson }}{% endif %}" + LOOP + "<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}{% for call in message.tool_calls %}<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for name, value in call.function.arguments | items %}<parameter={{ name }}>\n"
+    "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}<|im_end|>\n" + END + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "glm": "{% if tools %}{{ tools | tojson }}{% endif %}" + LOOP + "<|{{ message.role }}|>\n{{ message.content }}"
+    "{% for call in message.tool_calls %}\n<tool_call>{{ call.function.name }}\n"
+    "{% for name, value in call.function.arguments | items %}<arg_key>{{ name }}</arg_key>\n"
+    "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+    "{% endfor %}" + END + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    "minimax": "{% if tools %}{{ tools | tojson }}{% endif %}" + LOOP + "]~b]{{ message.role }}\n{{ message.content }}"
+    "{% if message.tool_calls %}\n<minimax:tool_call>\n{% for call in message.tool_calls %}"
+    '<invoke name="{{ call.function.name }}">\n{% for name, value in call.function.arguments | items %}'
+    '<parameter name="{{ name }}">{{ value if value is string else value | tojson }}</parameter>\n{% endfor %}'
+    "</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}" + END
+    + "{% if add_generation_prompt %}{{ ']~b]assistant\n' }}{% endif %}",
+    "deepseek_v3": "{% if tools %}{{ tools | tojson }}{% endif %}" + LOOP + "<{{ message.role }}>{{ message.content }}"
+    "{% if message.tool_calls %}<｜tool▁calls▁begin｜>{% for call in message.tool_calls %}<｜tool▁call▁begin｜>function"
+    "<｜tool▁sep｜>{{ call.function.name }}\n```json\n{{ call.function.arguments | tojson }}\n```<｜tool▁call▁end｜>"
+    "{% endfor %}<｜tool▁calls▁end｜>{% endif %}" + END + "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "nemotron": "{% if tools %}{{ tools | tojson }}{% endif %}" + LOOP + "<{{ message.role }}>{{ message.content }}"
+    "{% if message.tool_calls %}<TOOLCALL>[{% for call in message.tool_calls %}{{ ', ' if not loop.first }}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}{% endfor %}]</TOOLCALL>'
+    "{% endif %}" + END + "{% if add_generation_prompt %}<assistant>{% endif %}",
 }  # fmt: skip
 
 SHORT = [{"role": "user", "content": "How are you?"}]

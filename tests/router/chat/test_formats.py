@@ -28,6 +28,22 @@ def test_a_template_with_tools_says_how_calls_are_written(family: str) -> None:
     assert "llama3" == tool_format_name("llama3", TOOL_TEMPLATES[family])
 
 
+@pytest.mark.parametrize(
+    ("text", "tools", "reasoning"),
+    [
+        ("<|channel|>analysis<|message|> <|channel|>commentary", "harmony", "harmony"),
+        ("<seed:tool_call><function= </seed:think>", "seed", "seed"),
+        ("<|tool_call_begin|><|tool_call_argument_begin|>", "kimi", "none"),
+        ("<|tool_call>call: <|channel>thought", "gemma", "gemma"),
+        ("<|START_ACTION|> <|START_THINKING|>", "command", "command"),
+        ("<|tool_call|> Here is my thought process:", "granite", "granite"),
+        ("<|tool_call_start|>[", "lfm2", "none"),
+    ],
+)
+def test_marks_in_a_template_say_how_its_model_writes(text: str, tools: str, reasoning: str) -> None:
+    assert (tools, reasoning) == (tool_format_name("auto", text), reasoning_format_name("auto", text))
+
+
 @pytest.mark.parametrize(("family", "expected"), [("chatml", "json"), ("gemma", "json"), ("command-r", "json")])
 def test_others_call_in_json(family: str, expected: str) -> None:
     assert expected == tool_format_name("auto", TEMPLATES[family])

@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from router.chat.formats import REASONING
+from router.chat.formats import CHANNELS, REASONING
 from router.chat.grammars import schema_of
 from router.chat.pieces import whole
 from router.chat.reader import AnswerFormats
@@ -79,6 +79,10 @@ def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 
 CALL = '{"name": "weather", "arguments": {"place": "Zürich"}}'
 NONE = '{"name": "time", "arguments": {}}'
+ACTION = '{"tool_name": "weather", "parameters": {"place": "Zürich"}}'
+FUNCTION = "<function=weather>\n<parameter=place>\nZürich\n</parameter>\n</function>"
+KEYS = "<arg_key>place</arg_key>\n<arg_value>Zürich</arg_value>\n"
+INVOKE = '<invoke name="weather">\n<parameter name="place">Zürich</parameter>\n</invoke>'
 # format, special tokens beside the others, one call, two calls
 WRITTEN = [
     ("hermes", (), f"<tool_call>\n{CALL}\n</tool_call>",
@@ -91,6 +95,33 @@ WRITTEN = [
      "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
      '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"place": "Zürich"}<｜tool▁call▁end｜>'
      "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    ("deepseek_v3", (), "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+     '{"place": "Zürich"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+     '{"place": "Zürich"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time\n```json\n{}\n```'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    ("kimi", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+     '{"place": "Zürich"}<|tool_call_end|><|tool_calls_section_end|>',
+     "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+     '{"place": "Zürich"}<|tool_call_end|><|tool_call_begin|>functions.time:1<|tool_call_argument_begin|>{}'
+     "<|tool_call_end|><|tool_calls_section_end|>"),
+    ("lfm2", (), f"<|tool_call_start|>{CALL}<|tool_call_end|>",
+     f"<|tool_call_start|>{CALL}<|tool_call_end|><|tool_call_start|>{NONE}<|tool_call_end|>"),
+    ("qwen3_coder", (), f"<tool_call>\n{FUNCTION}\n</tool_call>",
+     f"<tool_call>\n{FUNCTION}\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>"),
+    ("seed", ("<seed:tool_call>",), f"<seed:tool_call>\n{FUNCTION}\n</seed:tool_call>",
+     f"<seed:tool_call>\n{FUNCTION}\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n</function>\n</seed:tool_call>"),
+    ("glm", ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), f"<tool_call>weather\n{KEYS}</tool_call>",
+     f"<tool_call>weather\n{KEYS}</tool_call>\n<tool_call>time\n</tool_call>"),
+    ("minimax", (), f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>",
+     f'<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>\n<minimax:tool_call>\n<invoke name="time">\n</invoke>\n'
+     "</minimax:tool_call>"),
+    ("gemma", (), f"<|tool_call>{CALL}<tool_call|>", f"<|tool_call>{CALL}<tool_call|><|tool_call>{NONE}<tool_call|>"),
+    ("command", ("<|START_ACTION|>", "<|END_ACTION|>"), f"<|START_ACTION|>[{ACTION}]<|END_ACTION|>",
+     f'<|START_ACTION|>[{ACTION}, {{"tool_name": "time", "parameters": {{}}}}]<|END_ACTION|>'),
+    ("granite", (), f"<|tool_call|>[{CALL}]", f"<|tool_call|>[{CALL}, {NONE}]"),
+    ("nemotron", (), f"<TOOLCALL>[{CALL}]</TOOLCALL>", f"<TOOLCALL>[{CALL}, {NONE}]</TOOLCALL>"),
     ("json", (), CALL, f"{CALL}\n{NONE}"),
 ]  # fmt: skip
 ONE, TWO = ("weather", '{"place": "Zürich"}'), ("time", "{}")
@@ -198,7 +229,13 @@ def test_beside_tools_an_answer_is_calls_or_keeps_to_its_format(
             if text == call
             else (text, 0) == (content.text, len(content.calls))
         )
-    for text in ("It is sunny.", '{"kind": "y"}', f'{{"kind": "x"}}{call}', call.replace("weather", "weather_")):
+    for text in (
+        "It is sunny.",
+        '{"kind": "y"}',
+        '\n{"kind": "x"}',
+        f'{{"kind": "x"}}{call}',
+        call.replace("weather", "weather_"),
+    ):
         assert not accepts(tokenizer, grammar, text), text
 
 
@@ -314,3 +351,70 @@ def test_errors_speak_of_tools() -> None:
             raise ValidationError("grammar is not supported: leave `grammar` out")
     with pytest.raises(ValidationError, match="grammar is not valid"), renaming_errors(is_held=False):
         raise ValidationError("grammar is not valid")
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Well, so<|end|><|start|>assistant"
+TO_WEATHER = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+FINAL = "<|channel|>final<|message|>"
+
+
+def test_messages_with_headers_are_held_too() -> None:
+    its, tokenizer = formats("harmony", "harmony", *CHANNELS), marked(*CHANNELS)
+    call = f'{TO_WEATHER}{{"place": "Zürich"}}'
+    wrong = call.replace("place", "plaice")
+    required_call = held(its, required()) or ""
+    strict = held(its, offer((STRICT, TIME), ToolChoice())) or ""
+    for grammar in (required_call, strict):
+        for text in (call, ANALYSIS + call):
+            assert accepts(tokenizer, grammar, text), text
+        for text in (wrong, ANALYSIS + wrong, ANALYSIS, f"{call}<|end|><|start|>assistant{call}"):
+            assert not accepts(tokenizer, grammar, text), text
+    assert accepts(tokenizer, strict, f"{ANALYSIS}{FINAL}No.") and not accepts(tokenizer, required_call, f"{FINAL}No.")
+    reader = (its.reading(required()) or pytest.fail()).reader("")
+    content = whole([*reader.feed(ANALYSIS + call), *reader.end()])
+    assert ("Well, so", "", [ONE]) == (content.reasoning, content.text, [(c.name, c.arguments) for c in content.calls])
+
+
+@pytest.mark.parametrize("tools", [(), (WEATHER,)])
+def test_a_client_s_grammar_holds_the_last_message(tools: tuple[Tool, ...]) -> None:
+    reading = formats("harmony", "harmony", *CHANNELS).reading(offer(tools, ToolChoice()))
+    assert reading is not None
+    given = GenerateParameters(grammar=GrammarParameters(type="regex", value="yes|no"))
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
+    grammar = asked.answer_grammar("<|start|>assistant") or ""
+    for text in (f"{FINAL}yes", f"{ANALYSIS}{FINAL}no"):
+        assert accepts(marked(*CHANNELS), grammar, text), text
+    for text in ("yes", f"{FINAL}maybe", f"{ANALYSIS}yes", ANALYSIS):
+        assert not accepts(marked(*CHANNELS), grammar, text), text
+
+
+def test_arguments_between_tags_keep_to_their_schema() -> None:
+    properties = {
+        "mode": {"type": "string", "enum": ["r", "w"]},
+        "count": {"type": "integer"},
+        "text": {"type": "string"},
+        "any": {},
+        "each": {"type": "array", "items": {"$ref": "#/$defs/each"}},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["mode", "each"]}
+    tool = Tool("f", parameters={**parameters, "$defs": {"each": {"enum": ["a"]}}}, strict=True)
+    grammar = held(formats("qwen3_coder"), required(tools=(tool,))) or ""
+
+    def written(**values: str) -> str:
+        each = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        return f"<tool_call>\n<function=f>\n{each}</function>\n</tool_call>"
+
+    for text in (
+        written(mode="r", each="[]"),
+        written(mode="w", count="5", text="<x>\n</y>", any="what [ever", each='["a", "a"]'),
+    ):
+        assert accepts(marked(), grammar, text), text
+    for text in (
+        written(mode="r"),
+        written(mode="x", each="[]"),
+        written(mode="r", count="five", each="[]"),
+        written(mode="r", each='["b"]'),
+        written(mode="r", each="[]", other="x"),
+    ):
+        assert not accepts(marked(), grammar, text), text

@@ -11,8 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from router.apis.openai.requests import ChatRequest, messages_of, offered
-from router.chat.formats import TOOLS
+from router.chat.formats import REASONING, TOOLS
+from router.chat.pieces import whole
 from router.chat.prompting import INSTRUCTION, for_template, rendering
+from router.chat.reader import Reader, ReadingRules
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
@@ -105,3 +107,44 @@ def test_instructions_are_added_where_a_template_has_its_own() -> None:
     assert ("How is it in Zürich?\n---\nCall it!", given.for_template()) == (told[1]["content"], tools)
     with pytest.raises(ValidationError, match="nothing but answers"):
         for_template(HISTORY[4:5], given, "", None)
+
+
+@pytest.mark.parametrize("family", TOOL_TEMPLATES)
+def test_a_call_is_read_as_its_template_writes_it(family: str) -> None:
+    """So that what the model learned from the template to write is understood."""
+    template = ChatTemplate({"default": TOOL_TEMPLATES[family]}, {"bos_token": "<s>", "eos_token": "</s>"})
+    aside: Any = Here()
+    offered_tools = offered(sent(HISTORY, tools=[TOOL]))
+
+    def prompt(messages: list[dict[str, Any]], **options: Any) -> str:
+        return asyncio.run(rendering(template, aside, messages, offered_tools, TOOLS[family], **options)(""))
+
+    asked = prompt(HISTORY[:2])
+    written = prompt(HISTORY[:3], add_generation_prompt=False).removeprefix(asked)
+    rules = ReadingRules(TOOLS[family], {"weather": TOOL["function"]["parameters"]}, reasoning=REASONING["think"])
+    reader = Reader(rules)
+    [call] = whole([*reader.feed(written), *reader.end()]).calls
+    assert ("weather", ARGUMENTS) == (call.name, json.loads(call.arguments))
+
+
+def test_ids_of_calls_have_names_where_templates_want_them() -> None:
+    messages = copy.deepcopy(HISTORY)
+    messages += [{"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "x"}]}]
+    messages += [{"role": "tool", "content": "?", "tool_call_id": "x"}]
+    told, _ = for_template(messages, Offer(), TOOL_TEMPLATES["hermes"], TOOLS["kimi"])
+    assert ["functions.weather:0", "functions.weather:1"] == [
+        one["tool_calls"][0]["id"] for one in told if "tool_calls" in one
+    ]
+    assert ["functions.weather:0", "functions.weather:1"] == [
+        one["tool_call_id"] for one in told if one["role"] == "tool"
+    ]
+
+
+def test_what_comes_before_a_call_is_thinking_in_messages_with_headers() -> None:
+    messages = copy.deepcopy(HISTORY)
+    messages[2]["content"] = "Let me see."
+    messages[4]["reasoning_content"] = "Easy."
+    told, _ = for_template(messages, Offer(), TOOL_TEMPLATES["hermes"], TOOLS["harmony"])
+    assert ("I look.\n\nLet me see.", "") == (told[2]["thinking"], told[2]["content"])
+    assert ("Easy.", "Blue.") == (told[4]["thinking"], told[4]["content"])
+    assert told[1] == HISTORY[1]
