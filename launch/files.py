@@ -17,6 +17,7 @@ from pathlib import Path
 
 from launch.errors import Refusal
 
+NOT_IN_ADDRESSES = ",%#?"  # which separate parts of an address, and gRPC waits for another socket or none
 SOCKET_PATH_BYTES = 107  # sun_path of Linux less its final NUL
 PREFIX = "lockstep-"
 LOCK = "launch.lock"
@@ -26,7 +27,7 @@ LOCK = "launch.lock"
 def private_folder() -> Iterator[Path]:
     """A folder of this launch alone, removed at the end; short, because a socket's path may have 107 bytes."""
     parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(parent)) >= SOCKET_PATH_BYTES - 40:
+    if len(os.fsencode(parent)) >= SOCKET_PATH_BYTES - 40 or any(one in str(parent) for one in NOT_IN_ADDRESSES):
         parent = Path("/tmp")
     _remove_leftovers(parent)
     folder, lock = _make_folder(parent)
@@ -116,6 +117,10 @@ def shared_sockets(prefix: str, count: int) -> Iterator[tuple[str, ...]]:
 
 def check_sockets(prefix: str, count: int) -> None:
     """Raise Refusal where sockets cannot be made at a path that the user chose."""
+    if (found := next((one for one in NOT_IN_ADDRESSES if one in prefix), None)) is not None:
+        raise Refusal(
+            [f"--shard-uds-path {prefix} has a {found!r}, which the address of a socket may not: choose another"], 1
+        )
     if len(os.fsencode(f"{prefix}-{count - 1}")) > SOCKET_PATH_BYTES:
         raise Refusal([f"--shard-uds-path {prefix} is too long: a socket's path may have 107 bytes"], 1)
     folder = Path(prefix).parent

@@ -187,7 +187,8 @@ class ShardService(pb_grpc.ShardServicer):
         assert self._warmed is not None
         block_bytes = BLOCK_SIZE * self._engine.kv_shape.bytes_per_token
         count = tiers.num_slots(block_bytes, num_blocks(self._warmed[0].max_total_tokens))
-        contents = tiers.open(self._engine.open_slots(count, tiers.session), request.session)
+        slots, has_rings = self._engine.open_slots(count, tiers.session), self._engine.kv_shape.ring is not None
+        contents = tiers.open(slots, request.session, has_rings=has_rings)
         return pb.OpenTiersReply(
             num_slots=contents.num_slots,
             num_places=contents.num_places,
@@ -319,7 +320,8 @@ class ShardService(pb_grpc.ShardServicer):
             speaks = self._ranks.rank == self._ranks.speaker
             return to_reply(step, result) if speaks else pb.StepReply(step=step)
         except Exception as error:  # this loop must outlive a step: the error is the reply
-            log.exception("step %d failed", step)
+            is_ours = not isinstance(error, PeerLost)  # what another shard went through is told by that one
+            log.error("step %d failed: %s", step, _sentence(error), exc_info=is_ours)
             reply = pb.StepReply(step=step, error=_sentence(error), lost_peer=isinstance(error, PeerLost))
             # What every rank refuses alike leaves them in step.
             if (is_fatal and not isinstance(error, StepError)) or lost_device(error):

@@ -61,9 +61,15 @@ def beside(config: ShardConfig, served: Served) -> tuple[Transformer, Proposer |
 def load(config: ShardConfig, served: Served) -> Proposer:
     """The speculative model in a folder, or the layer of the served one."""
     asked = "--speculative-method is mtp" if config.speculative_model is None else "--speculative-model is given"
-    if served.model.spec.encoder is not None or not served.model.kv_shape(served.dtype).num_layers:
-        kind = "is an encoder-decoder" if served.model.spec.encoder is not None else "has no attention"
+    spec = served.model.spec
+    if spec.encoder is not None or not any(layer.attends for layer in spec.layers):
+        kind = "is an encoder-decoder" if spec.encoder is not None else "has no attention"
         raise ValueError(f"{asked}, but the model {kind}: leave it out")
+    if not served.model.kv_shape(served.dtype).num_layers:
+        raise ValueError(
+            f"{asked}, but no layer of the last of {config.num_stages} pipeline stages has attention: give fewer "
+            "--pipeline-parallel, or leave it out"
+        )
     if served.model.kv_placement.offloaded:
         raise ValueError(f"{asked}, but KV blocks stream: leave out one of both")
     if config.speculative_model is None:

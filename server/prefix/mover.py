@@ -172,12 +172,21 @@ class Tiers:
             return max(1, min(config.host_bytes // block_bytes, MOST_PLACES))
         return max(1, min(longest, STAGED_BYTES // block_bytes))
 
-    def open(self, slots: Slots, session: int) -> Contents:
-        """For a new router; the first one opens the file. What the host holds is forgotten."""
+    def open(self, slots: Slots, session: int, *, has_rings: bool = False) -> Contents:
+        """For a new router; the first one opens the file. What the host holds is forgotten.
+
+        has_rings: whether windowed layers have rings, so that blocks hold nothing of them: such blocks are of no use to
+        a server without, and the other way round.
+        """
         config = self.config
         if self._slots is None and config.disk_bytes and config.folder is not None:
-            name = f"{config.identity.hex()}-{config.name}"
+            name = f"{config.identity.hex()}{'-rings' if has_rings else ''}-{config.name}"
             try:
+                if config.disk_bytes < slots.slot_bytes:
+                    raise DiskTrouble(
+                        f"--prefix-cache-disk-gb leaves {config.disk_bytes} bytes to each shard, and a block has "
+                        f"{slots.slot_bytes}: raise it"
+                    )
                 self._file = PrefixFile(config.folder, name, config.identity, slots.slot_bytes, config.disk_bytes)
                 self._say_what_is_left(self._file)
             except DiskTrouble as trouble:

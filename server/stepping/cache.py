@@ -65,8 +65,8 @@ class KVShape:
 
     @property
     def holds_states_alone(self) -> bool:
-        """Whether layers have states, and none attends."""
-        return bool(sum(self.states)) and not self.num_layers
+        """Whether no layer attends: blocks hold states then, or nothing where layers have none."""
+        return self.is_paged and not self.num_layers and self.beside is None
 
     @property
     def paged(self) -> Sequence[KVShape]:
@@ -89,9 +89,9 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         """Key and value, all layers without rings. Where no layer attends, a token's share of what a block has for
-        kept states."""
+        kept states, and never nothing."""
         if self.holds_states_alone:
-            return kept_state_bytes(STATE_DTYPE.itemsize * sum(self.states))
+            return max(STATE_DTYPE.itemsize, kept_state_bytes(STATE_DTYPE.itemsize * sum(self.states)))
         if self.sizes or self.ring is not None or self.beside is not None:
             return sum(layer.bytes_per_token for layer in self.paged)
         row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from launch import files
-from launch.files import LOCK, private_folder
+from launch.errors import Refusal
+from launch.files import LOCK, check_sockets, private_folder
 from tests.running import ROOT
 
 
@@ -114,3 +115,18 @@ def test_launches_that_start_together_all_have_their_folders(temporary: Path) ->
     with ThreadPoolExecutor(8) as pool:  # flock tells descriptors apart, not processes
         assert [True] * 200 == list(pool.map(launch, range(200)))
     assert [] == list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("character", ",%#?")
+def test_sockets_are_nowhere_that_an_address_cannot_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, character: str
+) -> None:
+    """gRPC would wait for another socket, without a word."""
+    odd = tmp_path / f"a{character}b"
+    odd.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    with private_folder() as folder:
+        assert Path("/tmp") == folder.parent
+    with pytest.raises(Refusal) as refused:
+        check_sockets(str(odd / "shard"), 1)
+    assert f"has a {character!r}, which the address of a socket may not: choose another" in str(refused.value.problems)

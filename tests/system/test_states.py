@@ -27,9 +27,10 @@ WORDS = [TOKENIZER.encode(f" {word}").ids for word in "the fox river walked a wa
 WORD_IDS = [ids[0] for ids in WORDS if len(ids) == 1]  # a text of these has the same tokens when it is read again
 
 
-def made(name: str, folder: Path) -> str:
+def made(name: str, folder: Path, **more: Any) -> str:
     """A folder with a model as long as conversations become."""
-    more = {"vocab_size_per_layer_input": 2048} if name == "gemma4-e" else {}
+    if name == "gemma4-e":
+        more["vocab_size_per_layer_input"] = 2048
     tiny.save_tiny(name, folder, vocab_size=2048, max_position_embeddings=2048, **more)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(DEMO / file, folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from tests.running import Server
@@ -65,3 +66,22 @@ def test_a_turn_computes_its_own_tokens_and_a_block_or_two(tmp_path: Path, name:
         again = conversation(server)
     assert [text for text, _, _ in expected] == [text for text, _, _ in again]
     assert max(computed for _, _, computed in again) <= DISTANCE + BLOCK
+
+
+@pytest.mark.rest
+def test_kept_prefixes_of_a_server_with_rings_are_not_those_of_one_without(tmp_path: Path) -> None:
+    """With one layer, blocks are as large with rings, and hold nothing of it."""
+    folder = tmp_path / "model"
+    own = (*FLOAT32, "--model-id", made("mistral", folder, num_hidden_layers=1))
+    sizes = ("--max-batch-prefill-tokens", "64", "--max-batch-total-tokens", "4096")
+    kept = ("--prefix-cache-disk-gb", "0.05", "--prefix-cache-dir", str(tmp_path / "kept"))
+    prompt = " ".join(f"The little fox number {number} walked along the river." for number in range(9))
+    body = {"inputs": prompt, "parameters": {"max_new_tokens": 24, "ignore_eos": True}}
+    texts = []
+    for longest in ("600", "190", "600"):  # longer than the window, shorter, and longer again
+        with Server(*own, *sizes, *kept, "--max-total-tokens", longest) as server:
+            texts.append(httpx2.post(f"{server.url}/generate", json=body, timeout=60).json()["generated_text"])
+            hits = server.metrics()['tgi_prefix_tier_hit_tokens{tier="disk"}']
+            server.stop()
+            server.wait()
+    assert [texts[0]] * 3 == texts and hits > 0

@@ -184,4 +184,5 @@ def test_layers_of_one_branch_keep_blocks_or_a_state_or_nothing() -> None:
     assert attention is kv[0] and (3, 7) == tuple(recurrence.shape) and not mlp.numel()
     of_mlps = KVShape(0, 2, 16, torch.float32, states=(0, 0), attending=(False, False))
     assert [0, 0] == [kept.numel() for kept in beside_states(of_mlps, [], [], 3, CpuDevice())]
-    assert 0 == of_mlps.bytes_per_token
+    assert 4 == of_mlps.bytes_per_token  # so that a block has a size
+    assert [4 * 16] == [kept.nbytes // 3 for kept in allocate(of_mlps, 3, CpuDevice())]

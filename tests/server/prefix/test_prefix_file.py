@@ -184,3 +184,25 @@ def test_a_file_that_may_be_larger_than_it_can_be_is_said_once(
         tiers.open(Memory(), 1)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "asks for 0.00 GB in each shard, of which 0.00 GB are used: a file has at most 2 blocks" in message
+
+
+def test_blocks_of_a_server_with_rings_are_not_those_of_one_without(tmp_path: Path) -> None:
+    """With rings, a block holds nothing of a windowed layer, though it may be as large."""
+    for kept in (False, True):
+        for has_rings in (False, True):
+            tiers, memory = Tiers(TierConfig(0, 4 * 8192, tmp_path, "0-of-1", b"i" * 16)), Memory()
+            contents = tiers.open(memory, 1, has_rings=has_rings)
+            assert (1 if kept else 0) == len(contents.entries)
+            file = tiers._file
+            assert file is not None
+            if not kept:
+                assert tiers._move(move_of(1, is_fetch=False, slot=0), file, memory, threading.Event()).is_moved[0]
+            tiers.close()
+            file.close()
+
+
+def test_a_disk_tier_below_a_block_says_so(tmp_path: Path) -> None:
+    tiers = Tiers(TierConfig(0, 100, tmp_path, "0-of-1", b"i" * 16))
+    contents = tiers.open(Memory(), 1)
+    assert 0 == contents.num_places and "leaves 100 bytes to each shard, and a block has" in contents.trouble
+    tiers.close()
