@@ -7,8 +7,8 @@ WHEELS = dist/wheels
 # What a machine with a GPU that has torch, Triton and transformers (with Pygments) lacks for one Python: below 20 MiB.
 GPU_PYTHON ?= 3.12
 PACKED = annotated-doc annotated-types anyio click execnet fastapi grpcio h11 httpcore2 httptools httpx2 idna iniconfig \
-	llguidance orjson pluggy prometheus-client protobuf pydantic pydantic-core pytest pytest-xdist sniffio \
-	starlette truststore typing-inspection uvicorn uvloop
+	llguidance opentelemetry-api orjson pluggy prometheus-client protobuf pydantic pydantic-core pytest pytest-xdist sniffio \
+	starlette truststore typing-extensions typing-inspection uvicorn uvloop
 ON_GPU = -m "gpu and not kernels" -W default -o faulthandler_timeout=150
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 

@@ -17,7 +17,7 @@ from benchmark.result import ROOT
 from host.process import end_with_parent
 
 GRACE_S = 5.0  # for what is cut to end by itself
-DONE = "done"
+DONE, CUT = "done", "cut"
 TAIL_BYTES = 65536  # of a log, in which its last line is
 
 
@@ -69,7 +69,7 @@ def run_limited(
     except OSError as error:
         return f"not started: {error.filename}: {error.strerror}"
     except subprocess.TimeoutExpired:
-        return f"cut after {seconds:.0f} s"
+        return f"{CUT} after {seconds:.0f} s"
     if code < 0:
         return f"crashed by {_signal_name(-code)}"
     return f"failed with {code}" if code else DONE

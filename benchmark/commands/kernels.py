@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from benchmark.cost.devices import GPU_READ_BYTES, Probe, known
 from benchmark.cost.roofline import Ceilings
-from benchmark.result import BenchError, prepare_output, table
+from benchmark.result import BenchError, prepare_output, table, write_atomically
 from benchmark.terminal import Progress, Stage, shown
 from server.quantisation.random_weight import Kind, noise
 
@@ -518,12 +518,22 @@ def _time_products(args: argparse.Namespace) -> None:
         products = Products(Chooser(None))
         for model in view.each(QUANTISED_MODELS):
             found += timed(args.rows, EventClock(device), products, ceilings, device, torch.bfloat16, [model])
-    text = table([*TIMED_HEADERS, f"% of limit ({ceilings.source})", "bound by"], [row.line() for row in found])
-    print(text)
+            _keep(found, ceilings, args)
+    print(_products(found, ceilings))
+
+
+def _products(found: Sequence[Timed], ceilings: Ceilings) -> str:
+    return table([*TIMED_HEADERS, f"% of limit ({ceilings.source})", "bound by"], [row.line() for row in found])
+
+
+def _keep(found: Sequence[Timed], ceilings: Ceilings, args: argparse.Namespace) -> None:
+    """Write what was found so far: after each model, as the time may be over before the last."""
     if args.output:
-        (args.output / "products.md").write_text(f"{text}\n")
+        write_atomically(args.output / "products.md", f"{_products(found, ceilings)}\n")
     if args.write:
         write_shares(found)
+        if args.output:  # the checkout of a machine that is lent does not come back
+            write_shares(found, args.output / "shares.json")
 
 
 def _ceilings(name: str) -> Ceilings:

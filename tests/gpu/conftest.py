@@ -8,6 +8,7 @@ What fails is told at once, as a run that is cut short has no summary.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from server.backends.device import lost_device
+from server.stepping import warmup
 
 LOST = 70  # exit code of a process whose device is lost
 RAISED = pytest.StashKey[BaseException]()  # by a test
@@ -50,17 +52,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def device_that_answers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Wait for the device after each test, and end this process where it is lost."""
+    """Wait for the device after each test, give back what it took, and end this process where it is lost."""
     yield
     problem = request.node.stash.get(RAISED, None)
     try:
         synchronise()
+        gc.collect()  # an engine with captured steps is in a cycle with them
+        torch.cuda.empty_cache()
     except RuntimeError as error:
         problem = error
         raise
     finally:
         if problem is not None and lost_device(problem) is not None:
             leave(request.config, f"the device is lost after {request.node.nodeid}: {problem}")
+
+
+@pytest.fixture(autouse=True)
+def short_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine decodes for a moment to read the clocks, not for a second."""
+    monkeypatch.setattr(warmup, "DECODING_S", 0.05)
 
 
 def synchronise() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmark.__main__ import main
 from benchmark.commands import gpu_first
@@ -171,6 +174,51 @@ def test_every_command_of_a_part_is_understood(run: str, tmp_path: Path) -> None
         for argument in part.command:
             if argument.startswith("tests/"):
                 assert (ROOT / argument.partition("::")[0]).exists()
+
+
+def test_what_is_packed_needs_nothing_that_is_not_there() -> None:
+    """In a machine that has torch, Triton and transformers: `pip install --no-deps` would not say what is missing."""
+    packed = re.findall(r"^PACKED = ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+    names = {canonicalize_name(name) for name in packed.replace("\\", " ").split()}
+    found = {"pip", "pygments", *names}
+    waiting = ["torch", "transformers"]  # what these need is there; Triton is a need of torch
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in found:
+            found.add(name)
+            waiting += needs_of(name)
+    assert names >= {"fastapi", "uvicorn"}
+    assert {name: missing for name in names if (missing := set(needs_of(name)) - found)} == {}
+
+
+def needs_of(name: str) -> list[str]:
+    """The packages that one needs here, without those of its extras."""
+    try:
+        listed = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    return [canonicalize_name(one.name) for one in listed if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def test_without_wheels_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_first, "WHEELS", tmp_path)
+    monkeypatch.setattr(gpu_first.shutil, "which", lambda name: name)
+    gpu_first.check_gpu("fast")
+    monkeypatch.setattr(gpu_first.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"there is no fastapi, and .* has no wheels: carry what `make gpu-first`"):
+        gpu_first.check_gpu("fast")
+    (tmp_path / "a.whl").touch()
+    gpu_first.check_gpu("fast")
+
+
+def test_a_part_that_was_cut_short_is_not_looked_into(tmp_path: Path, impatient: None) -> None:
+    parts = [
+        Part("slow", 1, code("import time; time.sleep(60)")),
+        Part("look", 60, code(SAYS), if_failed="slow", if_cut=False),
+        Part("other way", 60, code(SAYS), if_failed="slow"),
+    ]
+    found = outcomes(parts, tmp_path)
+    assert ("not needed", "done") == (found["look"][0], found["other way"][0])
 
 
 def test_more_than_what_may_travel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
