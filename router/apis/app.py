@@ -302,7 +302,7 @@ def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> N
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
             allow_headers=(*HEADERS_OF_CLIENTS, DEADLINE_HEADER),
-            expose_headers=("x-request-id", "retry-after", *COUNT_HEADERS),
+            expose_headers=("x-request-id", "request-id", "retry-after", *COUNT_HEADERS),
         )
     if config.is_on_loopback:
         app.add_middleware(HostMiddleware, hostname=config.hostname)

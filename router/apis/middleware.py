@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.accounts import Account, Accounts
-from router.apis.errors import ANTHROPIC, OPENAI, error_response, status_response
+from router.apis.errors import ANTHROPIC, OPENAI, error_response, json_error, status_type
 from router.apis.playground import routes as playground
 from router.errors import Unauthorized, WrongHost
 
@@ -31,10 +31,14 @@ OPEN_PATHS = playground.OPEN_PATHS | {
 HEADERS_OF_CLIENTS = (
     *("content-type", "authorization", "x-request-id", "x-api-key", "idempotency-key"),
     *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+    *("anthropic-workspace-id", "anthropic-user-profile-id"),
     *("openai-organization", "openai-project", "openai-beta"),
     *(
         f"x-stainless-{name}"
-        for name in "lang package-version os arch runtime runtime-version retry-count timeout helper-method".split()
+        for name in (
+            "lang package-version os arch runtime runtime-version retry-count timeout helper-method helper poll-helper "
+            "custom-poll-interval"
+        ).split()
     ),
 )
 # What Anthropic's clients call, with a key in a header of their own and the request's id in another.
@@ -105,7 +109,9 @@ class CrossOriginMiddleware(CORSMiddleware):
         if answer.status_code < 400:
             return answer
         headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
-        return status_response(answer.status_code, "", headers)
+        reason = bytes(answer.body).decode()  # such as `Disallowed CORS origin, headers`
+        told = f"{reason}: allowed are origins of --cors-allow-origin, GET and POST, and what known clients send"
+        return json_error({"error": told, "error_type": status_type(answer.status_code)}, answer.status_code, headers)
 
 
 class ApiKeyMiddleware:

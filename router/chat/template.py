@@ -24,8 +24,8 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a template where a model
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # What a client may not set: it is the router's to say, or would replace the template.
 RESERVED = frozenset(
-    "messages tools documents add_generation_prompt continue_final_message tokenize chat_template conversation "
-    "return_assistant_tokens_mask return_dict return_tensors padding truncation max_length".split()
+    "messages conversations self tools documents add_generation_prompt continue_final_message tokenize chat_template "
+    "conversation return_assistant_tokens_mask return_dict return_tensors padding truncation max_length".split()
 ) | frozenset(SPECIAL_TOKENS)
 MOST_VARIABLES = 16
 VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")

@@ -6,8 +6,11 @@ What one side says in a row becomes one message, because many templates want the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from router.chat.tools import MOST_DEPTH, is_deeper
 from router.errors import ValidationError
@@ -44,6 +47,11 @@ class Transcript:
         """The text of a last message of the assistant, which the answer may continue; None where there is none."""
         last = self._messages[-1] if self._messages else None
         return "".join(last.texts) if last is not None and last.role == "assistant" and not last.calls else None
+
+    def drop_empty_end(self) -> None:
+        """Take back a last message of the assistant that says nothing, of which an answer is no continuation."""
+        if self.begun is not None and not self.begun.strip() and not self._messages[-1].reasoning:
+            self._messages.pop()
 
     def say(self, role: str, text: str, between: str = BETWEEN) -> None:
         """A text; between: what separates it from one of the same role right before."""
@@ -114,6 +122,18 @@ def _text_of_part(where: str, part: Any, kinds: Collection[str]) -> str:
     if kind not in kinds:
         raise ValidationError(f"`{where}` is of type {str(kind)[:40]}, and the model reads text alone: leave it out")
     return string_of(where, part, "text")
+
+
+def arguments_in(text: str) -> dict[str, Any]:
+    """The arguments of an earlier call. None where the text is no object of JSON.
+
+    A model may have written it so, or been cut off within it: to refuse what it was told would end the conversation.
+    """
+    with suppress(orjson.JSONDecodeError):
+        found = orjson.loads(text)
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def string_of(where: str, part: Mapping[str, Any], name: str) -> str:

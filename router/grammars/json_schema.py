@@ -13,6 +13,8 @@ OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patte
 OF_ARRAYS = frozenset({"items", "prefixItems"})
 # Keywords of schemas that need no type added: they name the values, or refer to schemas that have one.
 HAVING_VALUES = frozenset({"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"})
+# What a text may be held to, by llguidance; of numbers a format says nothing either.
+FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
 BRANCHES = ("anyOf", "oneOf", "allOf")
 # Keywords whose value is a schema, a list of schemas, or schemas by name. `not` and `if` are left as they are: there a
 # narrower schema allows more.
@@ -22,9 +24,14 @@ BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependent
 
 
 def typed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with a type at every level that has keywords of objects or arrays and names none."""
+    """The schema with a type at every level that has keywords of objects or arrays and names none.
+
+    Formats of texts that no grammar has are left out: they tell people what a text is, and hold nothing.
+    """
     whole, branches = dict(schema), set[int]()  # of schemas with a type, which holds for them too
     for one in _all(whole):
+        if isinstance(one.get("format"), str) and one["format"] not in FORMATS:
+            del one["format"]
         if "type" in one or id(one) in branches:
             branches |= {id(branch) for keyword in BRANCHES for branch in _list(one.get(keyword))}
         if not HAVING_VALUES & one.keys() and id(one) not in branches:

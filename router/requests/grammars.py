@@ -217,7 +217,7 @@ def _constraint(name: str, kind: str, value: Any) -> GrammarParameters:
         case "regex" if isinstance(value, str):
             return GrammarParameters(type="regex", value=value)
         case "choice" if isinstance(value, list) and value and all(isinstance(one, str) and one for one in value):
-            texts = [json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(value)]
+            texts = [json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in dict.fromkeys(value)]
             return GrammarParameters(type="lark", value=f"start: {' | '.join(texts)}")
         case "grammar" | "structural_tag":
             raise ValidationError(f"`{name}` {LARK}")

@@ -12,12 +12,13 @@ All APIs' bodies become a `PromptRequest`: a prompt, and how to go on from it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
 from pydantic_core import PydanticCustomError
@@ -212,10 +213,9 @@ def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Bo
 
 def _within(body: bytes, place: Sequence[int | str], *, is_missing: bool) -> Iterator[str]:
     """Where in a body: a schema's place has the types that a field may have too, which are left out."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:  # which the schema takes, as it does a number of a hundred digits
-        value = None
+    value: Any = None
+    with suppress(ValueError, RecursionError):
+        value = json.loads(body)  # which takes what the schema does: numbers of a hundred digits, and infinity
     for part in place:
         known = (isinstance(value, dict) and part in value) or (isinstance(value, list) and part in range(len(value)))
         if known:
@@ -236,7 +236,9 @@ def refuse_excess_within(texts: Iterable[bytes], most: int, what: str = "the bod
     for text in texts:
         left -= num_values(text, left)
         if left < 0:
-            raise ValidationError(f"{what} has more than {most} values: leave out what is no field of a request")
+            raise ValidationError(
+                f"{what} has more than {most} values: leave out what is no field of a request, or shorten it"
+            )
         if is_nested_deeper(text, MOST_NESTING):
             raise ValidationError(f"{what} is nested more than {MOST_NESTING} levels deep: flatten it")
 

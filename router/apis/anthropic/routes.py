@@ -20,7 +20,16 @@ from router.apis.anthropic import answers
 from router.apis.anthropic.streams import PING, MessageEvent, MessageFrames
 from router.apis.document import add_post
 from router.apis.openai.requests import ModelName
-from router.apis.serving import Services, Turn, answer_turn, json_response, num_prompt_tokens, read, turn_of
+from router.apis.serving import (
+    Services,
+    Turn,
+    answer_turn,
+    json_response,
+    num_prompt_tokens,
+    read,
+    turn_of,
+    values_of_conversations,
+)
 from router.chat.tools import Offer, Tool, ToolChoice, offer, tool_in
 from router.chat.transcript import BETWEEN, Transcript, result_text_of, string_of, text_of
 from router.errors import ValidationError
@@ -285,7 +294,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
     """Serve what Anthropic's clients ask for."""
 
     async def messages(request: Request) -> Response:
-        body = await read(request, services, MessagesRequest)
+        body = await read(request, services, MessagesRequest, values_of_conversations(services))
         turn, given = turn_in(body, services), parameters_of(body)
         head = answers.Head(f"msg_{request.state.request_id}", body.model or services.adapters.base)
         frames, shape = partial(MessageFrames, head), partial(answers.message, head)
@@ -293,7 +302,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         return await answer_turn(request, services, turn, turn.prompt_request(given), **told)
 
     async def count_tokens(request: Request) -> Response:
-        turn = turn_in(await read(request, services, CountRequest), services)
+        turn = turn_in(await read(request, services, CountRequest, values_of_conversations(services)), services)
         told: answers.TokenCount = {"input_tokens": await num_prompt_tokens(request, services, turn)}
         return json_response(told)
 

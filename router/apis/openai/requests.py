@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import Field
 
 from router.chat import prompting
 from router.chat.prompting import effort
 from router.chat.tools import MOST_DEPTH, Offer, Tool, ToolChoice, allowed_of, is_deeper, offer, tool_in
-from router.chat.transcript import result_text_of, text_of
+from router.chat.transcript import arguments_in, result_text_of, text_of
 from router.errors import ValidationError
 from router.requests import grammars
 from router.requests.schemas import (
@@ -443,15 +442,8 @@ def _call(where: str, given: Mapping[str, Any]) -> Json:
 
 
 def _arguments(where: str, given: Any) -> Json:
-    """An object, or a text of JSON that has one, as OpenAI's clients send it."""
-    value = given or {}
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except ValueError:
-            raise ValidationError(
-                f"`{where}` is not JSON: send the arguments as the model gave them, or {{}}"
-            ) from None
+    """An object, or a text of JSON that has one, as OpenAI's clients send it. Any other text is no arguments."""
+    value = arguments_in(given) if isinstance(given, str) else given or {}
     if not isinstance(value, dict):
         raise ValidationError(f"`{where}` must be an object of JSON, as a text")
     if is_deeper(value, MOST_DEPTH):

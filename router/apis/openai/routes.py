@@ -16,7 +16,7 @@ from router.apis.openai.answers import ChatCompletion, ErrorAnswer, TextCompleti
 from router.apis.openai.logprobs import Scoring
 from router.apis.openai.requests import ChatRequest, CompletionRequest, Generation
 from router.apis.openai.streams import DONE_DATA, ChatChunk, TextChunk, UsageWanted
-from router.apis.serving import Handler, Services, collect, json_response, read, shaped, stream
+from router.apis.serving import Handler, Services, collect, json_response, read, shaped, stream, values_of_conversations
 from router.apis.tgi.bodies import response_headers
 from router.chat.pieces import CountingReader
 from router.chat.prompting import rendering
@@ -40,7 +40,9 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
     """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
 
     async def chat(request: Request) -> Response:
-        return await _chat(request, await read(request, services, ChatRequest), services)
+        return await _chat(
+            request, await read(request, services, ChatRequest, values_of_conversations(services)), services
+        )
 
     async def completions(request: Request) -> Response:
         return await _complete(request, await read(request, services, CompletionRequest, most_values), services)

@@ -135,8 +135,8 @@ class ChunkFrames(ABC):
         self._includes_usage, self._is_counting = usage_wanted
         self._begun = [False for _ in entries]
         self._num_left = len(entries)
-        # A piece of text of sequence 0, which is nearly every chunk: all but the text.
-        self._before, self._after = frame(self._chunk(0, "\0", None)).split(dumps("\0"))
+        # A piece of text of sequence 0, which is nearly every chunk: all but the text, behind what a client has named.
+        self._before, self._after = frame(self._chunk(0, "\0", None)).rsplit(dumps("\0"), 1)
 
     def write(self, index: int, events: Sequence[Event]) -> bytes:
         """All frames for these events of one sequence."""

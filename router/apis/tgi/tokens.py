@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from router.apis.document import add_post
 from router.apis.openai.requests import ChatRequest, ModelName
 from router.apis.openai.routes import rendering_of
-from router.apis.serving import Services, caller_of, json_response, parsed, read, read_bytes
+from router.apis.serving import Services, caller_of, json_response, parsed, read, read_bytes, values_of_conversations
 from router.apis.tgi.bodies import (
     ChatTokenizedBody,
     DetokenizedBody,
@@ -152,7 +152,9 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
 
     async def chat_tokenize(request: Request) -> Response:
         return await answered(
-            request, prompt_request_of_chat(await read(request, services, ChatRequest)), chat_tokenized_body
+            request,
+            prompt_request_of_chat(await read(request, services, ChatRequest, values_of_conversations(services))),
+            chat_tokenized_body,
         )
 
     def prompt_request_of_chat(body: ChatRequest) -> PromptRequest:

@@ -27,6 +27,9 @@ A_TYPED = {"type": "object", **A}
         ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [A_TYPED, {"type": "null"}]}),
         ({"$defs": {"x": A}, "$ref": "#/$defs/x"}, {"$defs": {"x": A_TYPED}, "$ref": "#/$defs/x"}),
         ({"properties": {"properties": A}}, {"type": "object", "properties": {"properties": A_TYPED}}),
+        ({"type": "string", "format": "path"}, {"type": "string"}),  # which says nothing that a text could be held to
+        ({"anyOf": [{"type": "string", "format": "uuid"}]}, {"anyOf": [{"type": "string", "format": "uuid"}]}),
+        ({"properties": {"format": A}}, {"type": "object", "properties": {"format": A_TYPED}}),
     ],
 )
 def test_types_are_those_that_a_schema_speaks_of(given: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import orjson
 from fastapi import FastAPI, Request
 from orjson import JSONEncodeError, dumps
 from pydantic import Field
@@ -24,9 +23,18 @@ from router.apis.openai.responses import answers
 from router.apis.openai.responses.answers import Echoed
 from router.apis.openai.responses.streams import ResponseEvent, ResponseFrames
 from router.apis.openai.responses.tools import INPUT, Offered, left_out, offered, shown_name
-from router.apis.serving import Services, Turn, answer_turn, json_response, num_prompt_tokens, read, turn_of
+from router.apis.serving import (
+    Services,
+    Turn,
+    answer_turn,
+    json_response,
+    num_prompt_tokens,
+    read,
+    turn_of,
+    values_of_conversations,
+)
 from router.chat.prompting import effort
-from router.chat.transcript import Transcript, result_text_of, string_of, text_of
+from router.chat.transcript import Transcript, arguments_in, result_text_of, string_of, text_of
 from router.errors import ValidationError
 from router.requests.continuing import created_of
 from router.requests.grammars import grammar_of_flat_format
@@ -264,13 +272,7 @@ def _content(where: str, item: Mapping[str, Any], name: str) -> str | list[Any] 
 
 
 def _arguments(where: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
-    try:
-        found = orjson.loads(string_of(where, item, "arguments") or "{}")
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValidationError(f"`{where}.arguments` must be a JSON object, as a string")
-    return found
+    return arguments_in(string_of(where, item, "arguments"))
 
 
 def offered_of(body: InputRequest) -> Offered:
@@ -282,7 +284,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     """Serve what OpenAI's newer clients ask for."""
 
     async def responses(request: Request) -> Response:
-        body = await read(request, services, ResponsesRequest)
+        body = await read(request, services, ResponsesRequest, values_of_conversations(services))
         its_tools = offered_of(body)
         turn, given = turn_in(body, services, its_tools), parameters_of(body)
         most = services.config.max_top_n_tokens
@@ -296,7 +298,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         return await answer_turn(request, services, turn, wanted, **told)
 
     async def input_tokens(request: Request) -> Response:
-        body = await read(request, services, InputRequest)
+        body = await read(request, services, InputRequest, values_of_conversations(services))
         turn = turn_in(body, services, offered_of(body))
         count = await num_prompt_tokens(request, services, turn)
         told: answers.InputTokens = {"object": "response.input_tokens", "input_tokens": count}

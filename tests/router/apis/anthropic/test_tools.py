@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router.requests.schemas import num_values
 from tests.router.apis.anthropic.test_routes import URL, events_of
 from tests.router.served import Served
 
@@ -168,3 +169,26 @@ def test_what_a_tool_shows_is_told_where_it_is_no_text(tooled: Served) -> None:
     body = {**BODY, "messages": [*THOUGHTS[:4], {"role": "user", "content": [result]}]}
     assert 200 == tooled.http.post(URL, json=body).status_code
     assert "a.png:\n[image left out: this model reads text alone]" == messages_in(tooled.prompt)[-1]["content"]
+
+
+def test_a_last_message_that_says_nothing_is_no_beginning_of_the_answer(tooled: Served) -> None:
+    for end in ("", " \n"):
+        messages = [*THOUGHTS[:3], {"role": "assistant", "content": end}]
+        assert 200 == tooled.http.post(URL, json={**BODY, "messages": messages}).status_code
+        ended = tooled.prompt
+        assert 200 == tooled.http.post(URL, json={**BODY, "messages": THOUGHTS[:3]}).status_code
+        assert ended == tooled.prompt
+
+
+def test_a_conversation_has_as_many_values_as_its_prompt_may_be_long(tooled: Served) -> None:
+    """An agent's grows by dozens with each call."""
+    call = {"type": "tool_use", "id": "t", "name": "time", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "noon"}
+    rounds = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}] * 640
+    body = {"messages": [THOUGHTS[0], *rounds]}
+    assert 10_000 < num_values(json.dumps(body).encode(), 10**6) < 12_000
+    answer = tooled.http.post(f"{URL}/count_tokens", json=body)  # here a token is a character: it is too long
+    assert "values" not in answer.text and "tokens" in answer.text
+    more = {"messages": [THOUGHTS[0], *rounds, *rounds]}
+    refused = tooled.http.post(f"{URL}/count_tokens", json=more)
+    assert (400, True) == (refused.status_code, "or shorten it" in refused.json()["error"]["message"])

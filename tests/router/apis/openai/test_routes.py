@@ -210,3 +210,16 @@ async def test_an_answer_that_was_predicted_comes_in_fewer_steps(tmp_path: Path,
         other = {"type": "image", "content": "x"}
         refused = await it.http.post("/v1/chat/completions", json={**CHAT, "prediction": other})
         assert 400 == refused.status_code
+
+
+async def test_a_model_may_have_any_name_in_a_stream(template: str) -> None:
+    """Also that of the mark in whose place a chunk's text is put."""
+    async with answering_site(template) as it:
+        for path, asked in (
+            ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("completions", {}),
+        ):
+            body = {"prompt": PROMPT, "max_tokens": 8, **asked, "model": "\0", "stream": True}
+            answer = await it.http.post(f"/v1/{path}", json=body)
+            assert 200 == answer.status_code and '"model":"\\u0000"' in answer.text
+            assert answer.text.endswith("[DONE]\n\n")

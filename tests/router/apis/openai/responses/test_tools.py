@@ -210,3 +210,22 @@ def test_tools_that_openai_would_run_are_not_shown(tooled: Served) -> None:
     assert [message("No tools here.")] == without_ids(alone["output"])
     some = {"type": "allowed_tools", "mode": "auto", "tools": [elsewhere[0], {"type": "function", "name": "time"}]}
     assert 200 == tooled.http.post(URL, json={**BODY, "tool_choice": some}).status_code
+
+
+@pytest.mark.parametrize("arguments", ["{", "", " ", "null", "[1]", '"x"', '{"a": NaN}'])
+def test_a_conversation_outlives_arguments_that_are_none(tooled: Served, arguments: str) -> None:
+    """The model may have written them so, or have been cut off within them, and was believed when it did."""
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": arguments}
+    result = {"type": "function_call_output", "call_id": "1", "output": "That was no JSON."}
+    answer = tooled.http.post(URL, json={**BODY, "input": [{"role": "user", "content": "x"}, call, result]})
+    assert 200 == answer.status_code, answer.text
+    assert '"arguments": {}' in tooled.prompt
+    function = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": "1", "content": "That was no JSON."},
+    ]
+    answer = tooled.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 20})
+    assert 200 == answer.status_code, answer.text
+    assert '"arguments": {}' in tooled.prompt
