@@ -6,6 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WHEELS = dist/wheels
 # What a machine with a GPU that has torch, Triton and transformers (with Pygments) lacks for one Python: below 20 MiB.
 GPU_PYTHON ?= 3.12
+AGENTS = @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code
 PACKED = annotated-doc annotated-types anyio click execnet fastapi grpcio h11 httpcore2 httptools httpx2 idna iniconfig \
 	llguidance opentelemetry-api orjson pluggy prometheus-client protobuf pydantic pydantic-core pytest pytest-xdist sniffio \
 	starlette truststore typing-extensions typing-inspection uvicorn uvloop
@@ -13,7 +14,7 @@ ON_GPU = -m "gpu and not kernels" -W default -o faulthandler_timeout=150
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test test-rest test-formats test-offload test-kernels \
-	test-clients test-suites test-nodes test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
+	test-clients test-suites test-nodes test-ray test-agents soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
 
 install: needs .venv/installed
 
@@ -40,7 +41,7 @@ test: needs install
 
 # The dear half of the suite: more orders of deaths, more shards, stages, nodes and kinds of what `make test` has once.
 test-rest: needs install
-	$(RUN) -m pytest -m "rest and not (gpu or formats or offload or kernels or nodes or ray)" --numprocesses auto --maxprocesses 4 --dist worksteal tests $(ARGS)
+	$(RUN) -m pytest -m "rest and not (gpu or formats or offload or kernels or nodes or ray or agents)" --numprocesses auto --maxprocesses 4 --dist worksteal tests $(ARGS)
 
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
 test-clients: needs install
@@ -74,6 +75,11 @@ test-nodes: needs install
 test-ray: needs .venv-ray/installed
 	PYTHONPATH=.:deploy/ray .venv-ray/bin/python -m pytest -m ray -q -s tests/ray
 	PYTHONPATH=.:deploy/ray .venv-ray/bin/python -W ignore -m tests.ray.data $(ARGS)
+
+# Agents for coding as people have them, in their newest versions, from npm: 1 GB.
+test-agents: needs install
+	npm install --silent --no-audit --no-fund --prefix .venv-agents $(AGENTS)
+	$(RUN) -m pytest -m agents -q tests/agents $(ARGS)
 
 .venv-ray/installed: install
 	test -x .venv-ray/bin/pip || $(PYTHON) -m venv .venv-ray

@@ -80,6 +80,7 @@ NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "test-kernels": ("nothing more", []),
     "test-clients": (f"{INDEX}", [disk(3), command("chromium", "chromium", is_optional=True)]),
     "test-nodes": ("nothing more", [root(), command("ip", "iproute2", is_optional=True), TUN]),
+    "test-agents": (f"{INDEX} and npm's", [command("npm", "npm"), disk(2)]),
     "test-ray": (f"{INDEX}", [disk(1), memory(8)]),
     "soak": ("an hour and a half", []),
     "test-gpu": ("a GPU", [GPU]),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -83,7 +84,13 @@ def replying(reply: Callable[[str], str]) -> dict[str, Any]:
 
 
 @contextmanager
-def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, **config: Any) -> Iterator[Served]:
+def served(
+    folder: Path,
+    reply: Callable[[str], str],
+    template: str = TEMPLATE,
+    limits: Mapping[str, int] = MappingProxyType(LIMITS),
+    **config: Any,
+) -> Iterator[Served]:
     """folder: for the template's file. Tasks aside are done in this process: another takes longer to start."""
     path = folder / "template.jinja"
     path.write_text(template)
@@ -91,9 +98,8 @@ def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, 
     found: list[Any] = []
 
     async def serve() -> None:
-        limits = make_limits(**LIMITS)
-        shards = fake_shards(limits, **replying(reply))
-        async with site(shards, config={"chat_template": str(path), **config}, **LIMITS) as it:
+        shards = fake_shards(make_limits(**limits), **replying(reply))
+        async with site(shards, config={"chat_template": str(path), **config}, **limits) as it:
             found.extend((it, asyncio.get_running_loop(), asyncio.Event()))
             ready.set()
             await found[2].wait()

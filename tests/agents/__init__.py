@@ -1,0 +1,1 @@
+"""Agents for coding as people have them, from npm: `make test-agents`."""
