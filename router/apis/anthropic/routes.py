@@ -63,6 +63,7 @@ class OutputConfig(Lenient):
     """How the answer looks."""
 
     format: dict[str, Any] | None = Field(default=None, description="A `json_schema` that the answer keeps to.")
+    effort: str | None = Field(default=None, description="How long to think, where the chat template asks for it.")
 
 
 class CountRequest(Lenient):
@@ -119,6 +120,7 @@ THINKING: Mapping[str, Mapping[str, bool]] = {
     "between_tools": {"enable_thinking": True},
     "disabled": {"enable_thinking": False},
 }
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}  # for templates
 
 
 # What Claude Code's system prompt begins with. The rest of the line may change with each request, and so the prefix.
@@ -144,13 +146,17 @@ def parameters_of(body: MessagesRequest) -> GenerateParameters:
     )
 
 
-def variables_of(body: CountRequest) -> Mapping[str, bool]:
-    """What `thinking` means to a chat template. Raises ValidationError."""
+def variables_of(body: CountRequest) -> Mapping[str, bool | str]:
+    """What `thinking` and an effort mean to a chat template. Raises ValidationError."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    if effort is not None and effort not in EFFORTS:
+        raise ValidationError(f"`output_config.effort` is {effort[:40]}: give one of {', '.join(EFFORTS)}")
+    told = {} if effort is None else {"reasoning_effort": EFFORTS[effort]}
     if body.thinking is None:
-        return {}
+        return told
     if body.thinking.type not in THINKING:
         raise ValidationError(f"`thinking.type` is {body.thinking.type[:40]}: give one of {', '.join(THINKING)}")
-    return THINKING[body.thinking.type]
+    return {**told, **THINKING[body.thinking.type]}
 
 
 def transcript_of(body: CountRequest) -> Transcript:

@@ -153,6 +153,7 @@ OF_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "`stop_sequences` has an empty sequence"),
     ({"thinking": {"type": "sometimes"}}, "`thinking.type` is sometimes: give one of enabled"),
     ({"container": "c"}, "`container` is not served"),
+    ({"output_config": {"effort": "some"}}, "`output_config.effort` is some: give one of low, medium, high"),
     ({"mcp_servers": [{}]}, "`mcp_servers` is not served"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "`output_config.format.schema` must be a JSON schema"),
     ({"output_config": {"format": {"type": "xml"}}}, "`output_config.format.type` is xml: give json_schema"),
