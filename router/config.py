@@ -32,9 +32,22 @@ TOOL_CALL_PARSERS = (
         "glm",
         "minimax",
     ),
-    *("kimi", "harmony", "gemma", "command", "granite", "nemotron", "lfm2", "pythonic", "json"),
+    *("kimi", "harmony", "gemma", "command", "granite", "nemotron", "hunyuan", "olmo3", "lfm2", "pythonic", "json"),
 )
-REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite", "gemma", "command", "harmony")
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "think",
+    "mistral",
+    "seed",
+    "thought",
+    "granite",
+    "gemma",
+    "command",
+    "answer",
+    "response",
+    "harmony",
+)
 KV_ADMISSIONS = ("demand", "reserve")
 FROM_TEXTS = ("ngram", "suffix")  # methods that look for what was said before
 OF_A_MODEL = ("draft", "medusa", "eagle3")  # those that need a model beside the one that is served

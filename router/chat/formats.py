@@ -6,7 +6,7 @@ A model writes what its chat template taught it, so the template's own text says
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AUTO, NONE = "auto", "none"
 
@@ -15,21 +15,24 @@ AUTO, NONE = "auto", "none"
 class ReasoningFormat:
     """The marks around what a model thinks before it answers. `sign`: what a template of such models has.
 
-    behind: what the model writes between its thoughts and what follows. answer: what an answer in words begins with.
-    channels: marks of a model that writes all it says as messages with a header, in the format harmony.
+    label: what follows `begin` and is no thought. behind: what the model writes between its thoughts and what follows.
+    answer: what an answer in words begins with. wrappers: marks around it that say nothing. channels: marks of a model
+    that writes all it says as messages with a header, in the format harmony.
     """
 
     begin: str
     end: str
     sign: str
+    label: str = ""
     behind: str = ""
     answer: str = ""
+    wrappers: tuple[str, ...] = ()
     channels: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All of them."""
-        return self.channels or (self.begin, self.end)
+        return self.channels or (self.begin, self.end, *self.wrappers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,8 @@ class Tags:
     """How a call is written whose arguments are not JSON, but each between tags, texts without quotes.
 
     A call is `name`, its name, `name_end`, the arguments, `end`. An argument is `key`, its name, `key_end`, `value`,
-    what it is, `value_end`. padding: what is around a value and no part of it. Where `name` is empty, the mark in front
-    of the call is enough; where `end` is, the mark behind it.
+    what it is, `value_end`. padding: what is around a value and no part of it; writes_padding: whether a grammar has it
+    written. Where `name` is empty, the mark in front of the call is enough; where `end` is, the mark behind it.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Tags:
     value: str = ""
     end: str = ""
     padding: str = ""
+    writes_padding: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ OF_KEYS = Tags("", "\n", "<arg_key>", "</arg_key>", "</arg_value>", value="<arg_
 OF_INVOKES = Tags('<invoke name="', '">', '<parameter name="', '">', "</parameter>", end="</invoke>")
 
 REASONING: Mapping[str, ReasoningFormat] = {
+    "answer": ReasoningFormat("<think>", "</think>", sign="<answer>", wrappers=("<answer>", "</answer>")),
+    "response": ReasoningFormat("<think>", "</think>", sign="<response>", wrappers=("<response>", "</response>")),
     "think": ReasoningFormat("<think>", "</think>", sign="</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", sign="[THINK]"),
     "seed": ReasoningFormat("<seed:think>", "</seed:think>", sign="</seed:think>"),
@@ -134,8 +140,14 @@ REASONING: Mapping[str, ReasoningFormat] = {
     "granite": ReasoningFormat(
         "Here is my thought process:", "Here is my response:", sign="Here is my thought process:"
     ),
-    "gemma": ReasoningFormat("<|channel>thought\n", "<channel|>", sign="<|channel>thought"),
-    "command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", sign="<|START_THINKING|>"),
+    "gemma": ReasoningFormat("<|channel>", "<channel|>", sign="<|channel>thought", label="thought\n"),
+    "command": ReasoningFormat(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        sign="<|START_RESPONSE|>",
+        answer="<|START_RESPONSE|>",
+        wrappers=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
     "harmony": ReasoningFormat(
         "<|channel|>analysis<|message|>",
         "<|end|>",
@@ -161,6 +173,7 @@ TOOLS: Mapping[str, ToolFormat] = {
     "mistral": ToolFormat(
         "[TOOL_CALLS]",
         before_arguments="[ARGS]",
+        within=("[CALL_ID]",),
         writings=(
             Writing("[TOOL_CALLS]", begin="", middle="[ARGS]", end="", needs="[ARGS]"),
             Writing(open_mark="[TOOL_CALLS]", open="[", between=", ", close="]"),
@@ -208,7 +221,7 @@ TOOLS: Mapping[str, ToolFormat] = {
         "<|tool_call_end|>",
         before_name="functions.",
         before_arguments="<|tool_call_argument_begin|>",
-        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_section_begin|>"),
         writings=(
             Writing(
                 "<|tool_call_begin|>",
@@ -233,7 +246,7 @@ TOOLS: Mapping[str, ToolFormat] = {
     "seed": ToolFormat(
         "<seed:tool_call>",
         "</seed:tool_call>",
-        tags=OF_FUNCTIONS,
+        tags=replace(OF_FUNCTIONS, writes_padding=False),
         writings=(
             Writing(
                 "<seed:tool_call>",
@@ -256,11 +269,11 @@ TOOLS: Mapping[str, ToolFormat] = {
         tags=OF_INVOKES,
         writings=(
             Writing(
-                "<minimax:tool_call>",
                 begin='\n<invoke name="',
                 middle='">\n',
-                end="</invoke>\n</minimax:tool_call>",
-                between="\n",
+                end="</invoke>",
+                open_mark="<minimax:tool_call>",
+                close="\n</minimax:tool_call>",
             ),
         ),
     ),
@@ -287,25 +300,35 @@ TOOLS: Mapping[str, ToolFormat] = {
     "command": ToolFormat(
         "<|START_ACTION|>",
         "<|END_ACTION|>",
-        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         writings=(
             Writing(
-                begin='{"tool_name": "',
+                begin='    {"tool_call_id": "0", "tool_name": "',
                 middle='", "parameters": ',
                 open_mark="<|START_ACTION|>",
-                open="[",
-                between=", ",
-                close="]<|END_ACTION|>",
+                open="[\n",
+                between=",\n",
+                close="\n]<|END_ACTION|>",
             ),
         ),
     ),
     "granite": ToolFormat(
-        "<|tool_call|>", writings=(Writing(open_mark="<|tool_call|>", open="[", between=", ", close="]"),)
+        "<|tool_call|>", is_bare=True, writings=(Writing(open_mark="<|tool_call|>", open="[", between=", ", close="]"),)
     ),
     "nemotron": ToolFormat(
         "<TOOLCALL>",
         "</TOOLCALL>",
         writings=(Writing(open_mark="<TOOLCALL>", open="[", between=", ", close="]</TOOLCALL>"),),
+    ),
+    "hunyuan": ToolFormat(
+        "<tool_calls>",
+        "</tool_calls>",
+        writings=(Writing(open_mark="<tool_calls>", open="[", between=", ", close="]</tool_calls>"),),
+    ),
+    "olmo3": ToolFormat(
+        "<function_calls>",
+        "</function_calls>",
+        is_python=True,
+        writings=(Writing(open_mark="<function_calls>", open="[", between=", ", close="]</function_calls>"),),
     ),
     "lfm2": ToolFormat(
         "<|tool_call_start|>",
@@ -333,6 +356,8 @@ SIGNS: Mapping[str, Callable[[str], bool]] = {
     "command": lambda template: "<|START_ACTION|>" in template,
     "granite": lambda template: "<|tool_call|>" in template,
     "nemotron": lambda template: "<TOOLCALL>" in template,
+    "hunyuan": lambda template: "<tool_calls>" in template,
+    "olmo3": lambda template: "<function_calls>" in template,
     "lfm2": lambda template: "<|tool_call_start|>" in template,
     "pythonic": lambda template: "<|python_start|>" in template or "[func_name1(" in template,
     "llama3": lambda template: (

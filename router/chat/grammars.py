@@ -92,7 +92,10 @@ class AnswerGrammar:
         if its is None:
             return ["start: answer"]
         behind = self._written(its.behind)
-        thoughts = [*self._up_to("thoughts", its.end), f"thinking: {self._written(its.begin)} thoughts {behind}"]
+        thoughts = [
+            *self._up_to("thoughts", its.end),
+            f"thinking: {self._written(its.begin + its.label)} thoughts {behind}",
+        ]
         before = f"thoughts {BLANKS}" if is_within else f"(thinking {BLANKS})?"
         return [f"start: {before} answer", *thoughts]
 
@@ -142,9 +145,10 @@ class AnswerGrammar:
     def _argument(self, name: str, tags: Tags, schema: Mapping[str, Any], key: str, its: Any) -> list[str]:
         """The rule for an argument between its tags: what may be a text up to the last of them, or a value in JSON."""
         value_of = f"\n{tags.value}" if tags.value else ""
-        before = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{tags.padding}")
+        padding = tags.padding if tags.writes_padding else ""
+        before = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{padding}")
         behind = self._written("\n")
-        end, found = tags.padding + tags.value_end, schema_of_argument(schema, key)
+        end, found = padding + tags.value_end, schema_of_argument(schema, key)
         types, words = types_of(found), found.get("enum")
         if types == {"string"} and words:
             return [f"{name}: {before} ({' | '.join(map(_quoted, words))}) {self._written(end)} {behind}"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from router.chat.streamed_values import Marks, Source, Steps, inside_quotes
+from router.chat.streamed_values import JsonReader, Marks, Source, Steps, inside_quotes
 
 Sink = Callable[[str], None]
 CLOSES = {"{": "}", "[": "]"}
@@ -49,6 +49,8 @@ class QuotedReader:
                 sink(character)
                 ends.append(CLOSES[character])
                 comma = ""
+            elif character == '"':  # which the model should not write, and does
+                yield from JsonReader(self._source).value(sink)
             elif (yield from self._source.accept(self._quote)):
                 yield from self._text(sink)
             else:

@@ -12,7 +12,7 @@ the reader takes them out again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -148,10 +148,10 @@ class Reading:
         return self._grammar.calls_or(wanted, its, self.offered, is_within=self._is_within(prompt_end, begun))
 
     def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
-        """What the client wants the answer held to, where reasoning comes before it, which is free."""
-        is_within = self._is_within(prompt_end, begun)
-        is_told = self.rules.reasoning is not None and self.rules.reasoning.answer != ""  # where the answer begins
-        return self._grammar.behind_reasoning(wanted, is_within=is_within) if is_within or is_told else None
+        """What the client wants the answer held to, behind reasoning, which is free, where the model thinks."""
+        if self.rules.reasoning is None:
+            return None
+        return self._grammar.behind_reasoning(wanted, is_within=self._is_within(prompt_end, begun))
 
     @property
     def _grammar(self) -> AnswerGrammar:
@@ -169,7 +169,9 @@ class Reading:
         its = self.rules.reasoning
         if its is None:
             return False
-        return begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
+        if begun:
+            return begun.rfind(its.begin) > begun.rfind(its.end)
+        return prompt_end.rstrip().removesuffix(its.label.strip()).rstrip().endswith(its.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,21 +256,71 @@ class Reader:
                 return
             self._source.recorded()
         yield from self._source.skip_blanks()
-        marks, mark = Marks((its.end,)), ""
+        if its.label:
+            yield from self._source.accept(its.label.strip())
+            yield from self._source.skip_blanks()
+        marks, mark = Marks((its.end, *self._begins)), ""
         self._stretch = (Reasoning, marks)
-        while not mark:
+        while mark != its.end:
             text, mark = yield from self._source.until(marks)
             self._pieces.reasoning(text)
+            if mark and mark != its.end:
+                self._stretch = None
+                yield from self._unclosed(mark, Marks((its.end,)))
+                mark = its.end
         self._stretch = None
         self._pieces.drop_blanks()
         yield from self._source.skip_blanks()
 
+    def _unclosed(self, mark: str, end: Marks) -> Steps[None]:
+        """What begins as a call within reasoning: more of it if it comes to its end, and if not, perhaps a call.
+
+        Models draft calls as they think, and some leave their thinking by calling.
+        """
+        held, ending = [mark], ""
+        try:
+            while not ending:
+                text, ending = yield from self._source.until(end)
+                held.append(text)
+        except Ended:
+            inner = Reader(replace(self._rules, reasoning=None), make_id=self._make_id)
+            pieces = [*inner.feed("".join(held)), *inner.end()]
+            if any(isinstance(piece, CallBegun) for piece in pieces):
+                self._pieces.drop_blanks()
+                self._pieces.adopt(pieces)
+                self.is_in_call = inner.is_in_call
+            else:
+                self._pieces.reasoning("".join(held))
+            raise
+        self._pieces.reasoning("".join(held))
+
+    @property
+    def _begins(self) -> tuple[str, ...]:
+        """The marks that calls begin with."""
+        if (its := self._rules.tool_format) is None:
+            return ()
+        # Some models leave out the mark in front of a name with a mark of its own.
+        return tuple(mark for mark in (its.begin, its.tags.name if its.tags else "") if mark)
+
+    @property
+    def _wrappers(self) -> tuple[str, ...]:
+        """Marks around an answer in words, which say nothing."""
+        return self._rules.reasoning.wrappers if self._rules.reasoning is not None else ()
+
     def _rest(self) -> Steps[None]:
-        nothing = Marks(())
-        self._stretch = (Text, nothing)
+        marks = Marks(self._wrappers)
         while True:
-            text, _ = yield from self._source.until(nothing)
+            self._stretch = (Text, marks)
+            text, mark = yield from self._source.until(marks)
             self._pieces.text(text)
+            if mark:
+                yield from self._skip_around()
+
+    def _skip_around(self) -> Steps[None]:
+        """Leave out the blanks around a mark that says nothing."""
+        self._stretch = None
+        self._pieces.drop_blanks()
+        yield from self._source.skip_blanks()
 
     def _text_and_calls(self, its: ToolFormat) -> Steps[None]:
         if its.is_bare:
@@ -277,16 +329,18 @@ class Reader:
                 yield from self._calls(its, is_bare=True)
             else:
                 self._pieces.text(self._source.recorded())
-        name_mark = its.tags.name if its.tags else ""  # with which models begin that leave the mark in front of it out
-        begins = Marks([mark for mark in (its.begin, name_mark, *its.around) if mark])
+        begins, wrappers = self._begins, self._wrappers
+        marks = Marks([*begins, *its.around, *wrappers])
         while True:
-            self._stretch = (Text, begins)
-            text, mark = yield from self._source.until(begins)
+            self._stretch = (Text, marks)
+            text, mark = yield from self._source.until(marks)
             self._pieces.text(text)
-            if mark and mark in (its.begin, name_mark):
+            if mark in begins:
                 self._stretch = None
                 self._source.record(self._pieces.drop_blanks(), mark)
-                yield from self._calls(its, is_bare=False, is_named=mark == name_mark)
+                yield from self._calls(its, is_bare=False, is_named=mark != its.begin)
+            elif mark in wrappers:
+                yield from self._skip_around()
             elif mark:
                 self._pieces.drop_blanks()
 
@@ -306,6 +360,8 @@ class Reader:
                 yield from self._tagged_calls(its)
             elif its.quote:
                 yield from self._quoted_call(its)
+            elif its.is_python:
+                yield from self._python_calls()
             else:
                 raise NotThis
             if its.end:
@@ -343,6 +399,14 @@ class Reader:
         yield from PythonReader(self._source).arguments(self._pieces.arguments)
         self.is_in_call = False
 
+    def _python_calls(self) -> Steps[None]:
+        """Calls without brackets around them, one below the other."""
+        following = ""
+        while following != "<":
+            yield from self._python_call()
+            following = yield from self._source.skip_blanks(others=",;")
+            self._source.record()
+
     def _objects(self, its: ToolFormat, is_bare: bool) -> Steps[None]:
         while True:
             yield from self._object(is_bare)
@@ -378,7 +442,7 @@ class Reader:
 
     def _quoted_call(self, its: ToolFormat) -> Steps[None]:
         written, _ = yield from self._text_before(Marks((), "{"), MOST_NAME + len(its.before_name) + 2, ("{",))
-        self._begin(written.strip().removeprefix(its.before_name))
+        self._begin(written.strip().removeprefix(its.before_name).strip())
         yield from QuotedReader(self._source, its.quote).arguments(self._pieces.arguments)
         self.is_in_call = False
 
@@ -553,6 +617,17 @@ class _Pieces:
         """Take back the blanks at the end."""
         blanks, self._blanks = "".join(self._blanks), []
         return blanks
+
+    def adopt(self, pieces: Iterable[Piece]) -> None:
+        """What another reader has read."""
+        for piece in pieces:
+            match piece:
+                case CallBegun(_, id, name):
+                    self.begin(id, name)
+                case CallArguments(_, text):
+                    self.arguments(text)
+                case Text(text) | Reasoning(text):
+                    self.text(text)
 
     def end(self) -> None:
         """Nothing more will come: blanks that end a text are part of it."""

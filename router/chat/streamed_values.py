@@ -247,7 +247,7 @@ def decoded(text: str) -> str:
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-WORDS = {"True": "true", "False": "false", "None": "null"}
+WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 DIGITS = {"x": 2, "u": 4, "U": 8}  # of a character's number
 OPENED = {"[": ("[", "]"), "(": ("[", ")"), "{": ("{", "}")}  # how it is written in JSON, and what ends it

@@ -23,7 +23,8 @@ from tests.router.site import Site, site
 
 END_OF_PROMPT = "\x01"
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}" + END_OF_PROMPT
-TELLING = f"{TEMPLATE[:-1]}{{{{ enable_thinking | default('') }}}}{{{{ reasoning_effort | default('') }}}}{{{{ add_generation_prompt }}}}{END_OF_PROMPT}"
+TOLD = "".join(f"{{{{ {name} | default('') }}}}" for name in ("enable_thinking", "reasoning_effort"))
+TELLING = f"{TEMPLATE[:-1]}{TOLD}{{{{ add_generation_prompt }}}}{END_OF_PROMPT}"
 LAST_ALONE = "{{ messages[-1]['content'] }}" + END_OF_PROMPT
 WITH_TOOLS = {"tool_call_parser": "hermes", "reasoning_parser": "think"}  # settings for what `reply` writes
 LIMITS = {"max_input_length": 4000, "max_total_tokens": 4500, "max_batch_total_tokens": 20_000}

@@ -6,9 +6,10 @@ import pytest
 from tokenizers import AddedToken
 
 from router.chat.formats import AUTO, NONE, REASONING, SIGNS, TOOLS, reasoning_format_name, tool_format_name
+from router.chat.pieces import whole
 from router.chat.reader import AnswerFormats
 from router.chat.template import ChatTemplate
-from router.chat.tools import Offer
+from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.text.generated import Ends, GeneratedText
 from router.text.tokenizer import ModelTokenizer
@@ -35,7 +36,7 @@ def test_a_template_with_tools_says_how_calls_are_written(family: str) -> None:
         ("<seed:tool_call><function= </seed:think>", "seed", "seed"),
         ("<|tool_call_begin|><|tool_call_argument_begin|>", "kimi", "none"),
         ("<|tool_call>call: <|channel>thought", "gemma", "gemma"),
-        ("<|START_ACTION|> <|START_THINKING|>", "command", "command"),
+        ("<|START_ACTION|> <|START_RESPONSE|>", "command", "command"),
         ("<|tool_call|> Here is my thought process:", "granite", "granite"),
         ("<|tool_call_start|>[", "lfm2", "none"),
     ],
@@ -87,3 +88,38 @@ def test_a_shown_special_token_is_text_in_its_place() -> None:
     assert expected == shown(ids, "stop", marks)
     assert {"a", "b", "", "\N{REPLACEMENT CHARACTER}b"} >= {piece for piece, _ in shown(ids, "stop", frozenset())}
     assert [("a", None), ("", "stop_sequence")] == shown([ord("a"), EOS + 1], "[TOOL", marks)
+
+
+def special(marks: list[str]) -> ModelTokenizer:
+    """One whose marks are special tokens, which are no part of a text."""
+    plain = byte_tokenizer().tokenizer
+    tokenizer = type(plain).from_str(plain.to_str())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    return ModelTokenizer.of(tokenizer, frozenset({EOS}))
+
+
+SAID = {
+    "harmony": "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>final<|message|>So",
+    "gemma": "<|channel>thought\nWhy?<channel|>So",
+    "command": "<|START_THINKING|>Why?<|END_THINKING|><|START_RESPONSE|>So<|END_RESPONSE|>",
+    "answer": "<think>Why?</think><answer>So</answer>",
+}
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+@pytest.mark.parametrize("name", REASONING)
+def test_marks_that_are_special_tokens_are_read_and_not_shown(name: str, with_tools: bool) -> None:
+    its = REASONING[name]
+    tools = name if name in TOOLS else "hermes"
+    marks = [*its.marks, *TOOLS[tools].marks, "<|other|>"]
+    tokenizer = special([mark for mark in dict.fromkeys(marks) if not mark.isspace()])
+    formats = AnswerFormats.of(tools, name, ChatTemplate({}, {}), tokenizer)
+    reading = formats.reading(offer([Tool("f")] if with_tools else [], ToolChoice()))
+    assert reading is not None
+    generated = GeneratedText(tokenizer, [1], [], 999, Ends(shows_stop=False, shown_ids=formats.mark_ids))
+    reader = reading.reader("")
+    text = SAID.get(name, f"{its.begin}Why?{its.end}So")
+    ids = tokenizer.tokenizer.encode(f"{text}<|other|>", add_special_tokens=False).ids
+    assert len(ids) < len(text)  # of which the marks are one each
+    found = whole([*(piece for id in ids for piece in reader.feed(generated.push(id)[0])), *reader.end()])
+    assert ("Why?", "So") == (found.reasoning, found.text)

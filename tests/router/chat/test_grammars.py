@@ -79,7 +79,8 @@ def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 
 CALL = '{"name": "weather", "arguments": {"place": "Zürich"}}'
 NONE = '{"name": "time", "arguments": {}}'
-ACTION = '{"tool_name": "weather", "parameters": {"place": "Zürich"}}'
+ACTION = '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"place": "Zürich"}}'
+ON_ONE_LINE = "<function=weather>\n<parameter=place>Zürich</parameter>\n</function>"
 FUNCTION = "<function=weather>\n<parameter=place>\nZürich\n</parameter>\n</function>"
 KEYS = "<arg_key>place</arg_key>\n<arg_value>Zürich</arg_value>\n"
 INVOKE = '<invoke name="weather">\n<parameter name="place">Zürich</parameter>\n</invoke>'
@@ -110,16 +111,19 @@ WRITTEN = [
      f"<|tool_call_start|>{CALL}<|tool_call_end|><|tool_call_start|>{NONE}<|tool_call_end|>"),
     ("qwen3_coder", (), f"<tool_call>\n{FUNCTION}\n</tool_call>",
      f"<tool_call>\n{FUNCTION}\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>"),
-    ("seed", ("<seed:tool_call>",), f"<seed:tool_call>\n{FUNCTION}\n</seed:tool_call>",
-     f"<seed:tool_call>\n{FUNCTION}\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n</function>\n</seed:tool_call>"),
+    ("seed", ("<seed:tool_call>",), f"<seed:tool_call>\n{ON_ONE_LINE}\n</seed:tool_call>",
+     f"<seed:tool_call>\n{ON_ONE_LINE}\n</seed:tool_call>\n<seed:tool_call>\n<function=time>\n</function>\n"
+     "</seed:tool_call>"),
     ("glm", ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), f"<tool_call>weather\n{KEYS}</tool_call>",
      f"<tool_call>weather\n{KEYS}</tool_call>\n<tool_call>time\n</tool_call>"),
     ("minimax", (), f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>",
-     f'<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>\n<minimax:tool_call>\n<invoke name="time">\n</invoke>\n'
-     "</minimax:tool_call>"),
+     f'<minimax:tool_call>\n{INVOKE}\n<invoke name="time">\n</invoke>\n</minimax:tool_call>'),
     ("gemma", (), f"<|tool_call>{CALL}<tool_call|>", f"<|tool_call>{CALL}<tool_call|><|tool_call>{NONE}<tool_call|>"),
-    ("command", ("<|START_ACTION|>", "<|END_ACTION|>"), f"<|START_ACTION|>[{ACTION}]<|END_ACTION|>",
-     f'<|START_ACTION|>[{ACTION}, {{"tool_name": "time", "parameters": {{}}}}]<|END_ACTION|>'),
+    ("command", ("<|START_ACTION|>", "<|END_ACTION|>"), f"<|START_ACTION|>[\n    {ACTION}\n]<|END_ACTION|>",
+     f'<|START_ACTION|>[\n    {ACTION},\n    {{"tool_call_id": "0", "tool_name": "time", "parameters": {{}}}}\n]'
+     "<|END_ACTION|>"),
+    ("hunyuan", (), f"<tool_calls>[{CALL}]</tool_calls>", f"<tool_calls>[{CALL}, {NONE}]</tool_calls>"),
+    ("olmo3", (), f"<function_calls>[{CALL}]</function_calls>", f"<function_calls>[{CALL}, {NONE}]</function_calls>"),
     ("granite", (), f"<|tool_call|>[{CALL}]", f"<|tool_call|>[{CALL}, {NONE}]"),
     ("nemotron", (), f"<TOOLCALL>[{CALL}]</TOOLCALL>", f"<TOOLCALL>[{CALL}, {NONE}]</TOOLCALL>"),
     ("json", (), CALL, f"{CALL}\n{NONE}"),
@@ -199,7 +203,11 @@ def test_a_client_s_grammar_holds_what_is_behind_reasoning(
     kind = "json" if wanted.kind is GrammarKind.JSON_SCHEMA else str(wanted.kind)
     given = GenerateParameters(grammar=GrammarParameters.model_validate({"type": kind, "value": wanted.text}))
     asked = reading.applied_to(PromptRequest("", given))
-    assert asked.answer_grammar is not None and asked.answer_grammar("<|im_start|>assistant\n") is None
+    assert asked.answer_grammar is not None
+    before = asked.answer_grammar("<|im_start|>assistant\n") or ""
+    for text in (good, f"{marks.begin}Well, so\n{marks.end}\n\n{good}"):
+        assert accepts(marked(), before, text)
+    assert not accepts(marked(), before, bad)
     grammar = asked.answer_grammar(f"assistant\n{marks.begin}\n") or ""
     assert accepts(marked(), grammar, f"Well, so\n{marks.end}\n\n{good}")
     for text in (good, f"Well{marks.end}{bad}", f"Well{marks.end}"):

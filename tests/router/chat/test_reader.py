@@ -121,6 +121,7 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("pythonic", "[f(a=g())]", content("g())]", ("f", '{"a": '))),
     ("pythonic", "[f(1)]", content("1)]", ("f", "{"))),
     ("pythonic", f"[f(a={'[' * 3000}", content("", ("f", '{"a": ' + "[" * 3000))),
+    ("pythonic", "[f(a={'x': null}, b=true)]", content("", ("f", '{"a": {"x": null}, "b": true}'))),
     ("pythonic", "[1] and (2)", content("[1] and (2)")),
     ("pythonic", "[print(1)]", content("[print(1)]")),
     ("pythonic", CALL, content("", F)),
@@ -193,7 +194,13 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("gemma", f"<|tool_call>{CALL}<tool_call|>", content("", F)),
     ("command", '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
      content("", F)),
-    ("command", "<|START_RESPONSE|>Well.<|END_RESPONSE|>", content("Well.")),
+    ("granite", f"[{CALL}]", content("", F)),
+    ("hunyuan", f"<tool_calls>[{CALL}]</tool_calls>", content("", F)),
+    ("olmo3", "<function_calls>f(a=1)\nget_weather()</function_calls>", content("", F, ("get_weather", "{}"))),
+    ("olmo3", "<function_calls>\nf(a=1)\nno()\n</function_calls>", content("no()\n</function_calls>", F)),
+    ("lfm2", "<|tool_call_start|>f(a=1)<|tool_call_end|>.", content(".", F)),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', content("", F)),
+    ("gemma", '<|tool_call>call: f {s:"a, \\"b",a:1}<tool_call|>', content("", ("f", '{"s": "a, \\"b", "a": 1}'))),
     ("granite", f"<|tool_call|>[{CALL}, {CALL}]", content("", F, F)),
     ("nemotron", f"<TOOLCALL>[{CALL}]</TOOLCALL>", content("", F)),
     ("json", CALL, content("", F)),
@@ -243,6 +250,18 @@ THOUGHT: list[tuple[str, bool, str, Content]] = [
         content("", F, reasoning="Why?\n\nHow?"),
     ),
     ("harmony", False, "<|channel|>analysis<|message|>Why", content(reasoning="Why")),
+    ("gemma", False, "<|channel>thought\nWhy?\n<channel|>So", content("So", reasoning="Why?")),
+    ("gemma", False, "<|channel>Why?<channel|>So", content("So", reasoning="Why?")),
+    ("gemma", True, "Why?\n<channel|>So", content("So", reasoning="Why?")),
+    (
+        "command",
+        False,
+        "<|START_THINKING|>Why?<|END_THINKING|>\n<|START_RESPONSE|>\nSo<|END_RESPONSE|>",
+        content("So", reasoning="Why?"),
+    ),
+    ("command", False, "<|START_RESPONSE|>So<|END_RESPONSE|>\n", content("So")),
+    ("answer", False, "<think>\nWhy?\n</think>\n<answer>\nSo\n</answer>", content("So", reasoning="Why?")),
+    ("response", True, "Why?\n</think>\n\n<response>\nSo < 5\n</response>\n", content("So < 5", reasoning="Why?")),
     ("granite", False, "Here is my thought process: Why? Here is my response: So", content("So", reasoning="Why?")),
 ]
 
@@ -253,6 +272,18 @@ def test_reasoning_is_read_the_same_however_it_is_split(name: str, inside: bool,
         parts = [text[start : start + step] for start in range(0, len(text), step)]
         assert expected == whole(pieces(reader("hermes", name, inside=inside), *parts))
     assert expected.reasoning == whole(pieces(reader(None, name, inside=inside), text)).reasoning
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_thoughts_that_end_in_a_call_and_not_otherwise_are_left_by_it(step: int) -> None:
+    def read(text: str) -> Content:
+        parts = [text[start : start + step] for start in range(0, len(text), step)]
+        return whole(pieces(reader("hermes", "think", inside=True), *parts))
+
+    assert content("", F, F, reasoning="Why?") == read(f"Why?\n{HERMES}\n{HERMES}\n")
+    assert content("So.", reasoning=f"Why?\n{HERMES} No.") == read(f"Why?\n{HERMES} No.</think>So.")
+    assert content("", reasoning="Why?\n<tool_call>no") == read("Why?\n<tool_call>no")
+    assert content("", ("f", '{"a": '), reasoning="Why?") == read('Why?<tool_call>{"name": "f", "arguments": {"a": ')
 
 
 def test_arguments_come_as_they_are_written() -> None:
