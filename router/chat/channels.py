@@ -51,7 +51,7 @@ class HeaderReader:
             return Header(text=written)
         mark = ""
         while not mark:
-            text, mark = yield from self._source.until(MESSAGE)
+            text, mark = yield from self._source.until(MESSAGE, most=max(1, MOST_CHARACTERS + 1 - len(written)))
             written += text
             if len(written) > MOST_CHARACTERS:
                 return Header(text=written + mark)

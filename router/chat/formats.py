@@ -5,7 +5,7 @@ A model writes what its chat template taught it, so the template's own text says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 AUTO, NONE = "auto", "none"
@@ -102,6 +102,7 @@ class ToolFormat:
     around: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
     tags: Tags | None = None
+    begins_with_names: bool = True  # a call may lack the mark in front of a name that has tags
     channels: tuple[str, ...] = ()
     writings: tuple[Writing, ...] = (Writing(between="\n"),)
     ids_of_nine: bool = False  # its templates want ids of calls that are 9 letters or digits
@@ -366,14 +367,16 @@ SIGNS: Mapping[str, Callable[[str], bool]] = {
 }
 
 
-def tool_format_name(asked: str, templates: str) -> str:
+def tool_format_name(asked: str, templates: str, tokens: Container[str] = ()) -> str:
     """The name in TOOLS for a setting of `tool_call_parser`. templates: the text of the model's chat templates.
 
-    A model whose format is not known calls tools in plain JSON.
+    tokens: added to the vocabulary, which tell where templates do not. A model whose format is not known calls tools in
+    plain JSON.
     """
     if asked != AUTO:
         return asked
-    return next((name for name, is_its in SIGNS.items() if is_its(templates)), "json")
+    by_token = "lfm2" if TOOLS["lfm2"].begin in tokens else "json"
+    return next((name for name, is_its in SIGNS.items() if is_its(templates)), by_token)
 
 
 def reasoning_format_name(asked: str, templates: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.chat.formats import ReasoningFormat, Tags, ToolFormat, Writing
-from router.chat.tags import schema_of_argument, types_of
+from router.chat.tags import choices_of, resolved, schema_of_argument, types_of
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.errors import ValidationError
 from router.grammars.json_schema import any_of, moved, typed
@@ -37,6 +37,7 @@ OURS = re.compile(
 )
 UNESCAPED_SLASH = re.compile(r"((?:^|[^\\])(?:\\\\)*)/")
 BLANKS = r"/\s{0,4}/"
+OF_TEXTS = ("pattern", "minLength", "maxLength", "format")  # keywords of schemas that hold texts to something
 WANTED = "wanted"  # the rule for what a client asks for beside calls
 
 
@@ -134,29 +135,50 @@ class AnswerGrammar:
         if tags is None:
             return [f"{name}: {before} %json {json.dumps(schema_of(tool), ensure_ascii=False)} {behind}"]
         schema = schema_of(tool)
-        arguments = list((schema.get("properties") or {}).items())
-        required = set(schema.get("required") or ())
-        each = [f"{name}_{at}" if key in required else f"({name}_{at})?" for at, (key, _) in enumerate(arguments)]
+        root = resolved(schema, schema)
+        properties = root.get("properties")
+        arguments = list(properties) if isinstance(properties, Mapping) else []
+        named = root.get("required")
+        required = [key for key in named if isinstance(key, str)] if isinstance(named, list) else []
+        if tool.strict and (missing := set(required) - set(arguments)):
+            raise ValidationError(
+                f"the strict function {tool.name} requires {min(missing)[:64]}, which is not in `properties`: add it"
+            )
+        each = [f"{name}_{at}" if key in required else f"({name}_{at})?" for at, key in enumerate(arguments)]
         return [
             f"{name}: {before} {' '.join(each)} {behind}",
-            *(line for at, one in enumerate(arguments) for line in self._argument(f"{name}_{at}", tags, schema, *one)),
+            *(
+                line
+                for at, key in enumerate(arguments)
+                for line in self._argument(f"{name}_{at}", tags, schema, key, tool)
+            ),
         ]
 
-    def _argument(self, name: str, tags: Tags, schema: Mapping[str, Any], key: str, its: Any) -> list[str]:
-        """The rule for an argument between its tags: what may be a text up to the last of them, or a value in JSON."""
+    def _argument(self, name: str, tags: Tags, schema: Mapping[str, Any], key: str, tool: Tool) -> list[str]:
+        """The rule for an argument between its tags: a value in JSON, or what may be a text as it is."""
         value_of = f"\n{tags.value}" if tags.value else ""
         padding = tags.padding if tags.writes_padding else ""
-        before = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{padding}")
-        behind = self._written("\n")
+        before, behind = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{padding}"), self._written("\n")
         end, found = padding + tags.value_end, schema_of_argument(schema, key)
-        types, words = types_of(found), found.get("enum")
-        if types == {"string"} and words:
-            return [f"{name}: {before} ({' | '.join(map(_quoted, words))}) {self._written(end)} {behind}"]
+        types, choices = types_of(found, schema), choices_of(found, schema)
+        if choices is not None:
+            texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices]
+            # An empty text between the tags is no literal of a grammar, and nothing is.
+            options = " | ".join(_quoted(text) if text else '""' for text in dict.fromkeys(texts))
+            return [f"{name}: {before} ({options}) {self._written(end)} {behind}"]
         if not types or "string" in types:
+            if tool.strict and (bound := next((one for one in OF_TEXTS if one in found), None)) is not None:
+                raise ValidationError(
+                    f"the argument {key[:64]} of the strict function {tool.name} has `{bound}`, to which a text "
+                    "between tags is not held: leave it or `strict` out"
+                )
             return [f"{name}: {before} {name}_text {behind}", *self._up_to(f"{name}_text", end)]
-        kept = {one: schema[one] for one in ("$defs", "definitions", "x-guidance") if one in schema}
-        value = json.dumps({**(its if isinstance(its, Mapping) else {}), **kept}, ensure_ascii=False)
-        return [f"{name}: {before} %json {value} {self._written(end)} {behind}"]
+        place = key.replace("~", "~0").replace("/", "~1")
+        whole = moved({one: value for one, value in schema.items() if one != "x-guidance"}, "#/$defs/it")
+        value = {"$defs": {"it": whole}, "x-guidance": schema["x-guidance"]}
+        reference = f"{_place_of(schema)}/properties/{place}"
+        held = json.dumps({**value, "$ref": f"#/$defs/it{reference}"}, ensure_ascii=False)
+        return [f"{name}: {before} %json {held} {self._written(end)} {behind}"]
 
     def _up_to(self, name: str, mark: str) -> list[str]:
         """The rule for a text up to and including the first of these marks."""
@@ -177,6 +199,12 @@ class AnswerGrammar:
         if id is None:
             return _quoted(part)
         return f"<[{id}]>" if id in self.special else f"(<[{id}]> | {_quoted(part)})"
+
+
+def _place_of(schema: Mapping[str, Any]) -> str:
+    """Where the arguments of a schema stand in it: behind a reference, or at its root."""
+    reference = schema.get("$ref")
+    return reference[1:] if isinstance(reference, str) and reference.startswith("#/") else ""
 
 
 def _rule(name: str, wanted: Grammar) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from router.chat import turns
 from router.chat.formats import ToolFormat
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
@@ -22,7 +23,7 @@ from router.requests.schemas import Rendering
 from router.sandbox.pool import Sandbox
 
 Message = dict[str, Any]
-KNOWS_TOOLS = re.compile(r"\btools\b")
+KNOWS_TOOLS = re.compile(r"\b(?:xml_)?tools\b")
 NINE = re.compile(r"[A-Za-z0-9]{9}")
 INSTRUCTION = (
     "You can call functions. To call one, answer with nothing but JSON in the format "
@@ -31,11 +32,16 @@ INSTRUCTION = (
 )
 
 
-def effort(given: str | None) -> Mapping[str, bool | str]:
+def effort(given: str | None) -> Mapping[str, Any]:
     """What an effort of reasoning means to a chat template: `none`, or a word that it knows; None: nothing."""
     if given is None:
         return {}
-    return {"enable_thinking": False} if given == "none" else {"enable_thinking": True, "reasoning_effort": given}
+    return thinking(given != "none") | ({} if given == "none" else {"reasoning_effort": given})
+
+
+def thinking(is_on: bool) -> dict[str, Any]:
+    """Whether the model thinks, in the variables of the families' templates."""
+    return {"enable_thinking": is_on, "thinking": is_on, "reasoning": is_on} | ({} if is_on else {"thinking_budget": 0})
 
 
 def rendering(
@@ -54,23 +60,58 @@ def rendering(
     tools. instruction: to use in place of ours; where the template says itself how tools are called, it is added.
     """
     if offered.tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-        chosen = template.choose(bool(offered.tools))
-        messages, options["tools"] = for_template(messages, offered, chosen, its, instruction)
+        template.choose(bool(offered.tools))
+        return partial(_with_tools, template, aside, messages, offered, its, instruction, options)
     return partial(template.render, aside, messages, **options)
 
 
+async def _with_tools(
+    template: ChatTemplate,
+    aside: Sandbox,
+    messages: Sequence[Message],
+    offered: Offer,
+    its: ToolFormat | None,
+    instruction: str | None,
+    options: Mapping[str, Any],
+    owner: str,
+) -> str:
+    """The prompt of a conversation with tools. Raises ValidationError."""
+    has_tools = bool(offered.tools)
+    knows = knows_tools(template.choose(has_tools))
+    if knows and has_tools:
+        knows = (await template.taken(aside, owner, has_tools=True)).tools != ""
+    told, tools = for_template(messages, offered, its, instruction, knows_tools=knows)
+    written = partial(_written, its) if its is not None else turns.in_json
+    return await template.render(aside, told, owner, tools=tools, written=written, **options)
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a template may have something to say of tools."""
+    return KNOWS_TOOLS.search(template) is not None
+
+
+def _written(its: ToolFormat, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls in the model's own marks."""
+    return f"{its.begin}{turns.in_json(calls)}{its.end}"
+
+
 def for_template(
-    messages: Sequence[Message], offered: Offer, template: str, its: ToolFormat | None, instruction: str | None = None
+    messages: Sequence[Message],
+    offered: Offer,
+    its: ToolFormat | None,
+    instruction: str | None = None,
+    *,
+    knows_tools: bool,
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """(messages, tools) to render the text of a template with. Raises ValidationError. As for `rendering`."""
+    """(messages, tools) to render a template with. Raises ValidationError. As for `rendering`."""
     tools = offered.for_template() or None
-    if KNOWS_TOOLS.search(template):
+    if knows_tools:
         told = _as_expected(messages, its) if its else list(messages)
         return (_with_words(told, instruction) if tools and instruction else told), tools
     told = _in_words(messages)
     if tools:
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        told = _with_words(told, f"{listed}\n{instruction or INSTRUCTION}")
+        told = _with_words(told, f"{listed}\n{instruction or INSTRUCTION}", at_first=True)
     return told, None
 
 
@@ -80,9 +121,13 @@ def call(id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, A
     return told if id is None else {"id": id, **told}
 
 
-def _with_words(messages: list[Message], words: str) -> list[Message]:
-    """The same with these words at the end of the last message that is not the model's own."""
-    at = next((at for at in reversed(range(len(messages))) if messages[at]["role"] != "assistant"), None)
+def _with_words(messages: list[Message], words: str, *, at_first: bool = False) -> list[Message]:
+    """The same with these words at the end of the last message that is not the model's own.
+
+    at_first: of the first one, so that the prompt of the next turn begins alike.
+    """
+    order = range(len(messages)) if at_first else reversed(range(len(messages)))
+    at = next((at for at in order if messages[at]["role"] != "assistant"), None)
     if at is None:
         raise ValidationError("`messages` has nothing but answers, so that no tools can be told: give a question first")
     told = {**messages[at], "content": f"{messages[at]['content']}\n---\n{words}"}

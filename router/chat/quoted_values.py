@@ -7,7 +7,7 @@ is neither a text, a list nor an object is a word: a number, `true`, `false`, `n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from router.chat.streamed_values import JsonReader, Marks, Source, Steps, inside_quotes
 
@@ -19,12 +19,15 @@ WORDS = {"True": "true", "False": "false", "None": "null", "": "null"}
 
 
 class QuotedReader:
-    """Reads an object from a source. What is nested is kept on a stack of our own, however deep it is."""
+    """Reads an object from a source. What is nested is kept on a stack of our own, however deep it is.
 
-    def __init__(self, source: Source, quote: str) -> None:
-        self._source, self._quote = source, quote
+    end_mark: of the call, which stays unread, but within a text.
+    """
+
+    def __init__(self, source: Source, quote: str, end_mark: str) -> None:
+        self._source, self._quote, self._end_mark = source, quote, end_mark
         self._text_end = Marks((quote,))
-        self._key_end, self._word_end = Marks((), ENDS_OF_KEYS), Marks((), ENDS_OF_WORDS)
+        self._key_end, self._word_end = Marks((end_mark,), ENDS_OF_KEYS), Marks((end_mark,), ENDS_OF_WORDS)
 
     def arguments(self, sink: Sink) -> Steps[None]:
         """An object and the bracket that ends it. Raises Ended within it."""
@@ -32,6 +35,8 @@ class QuotedReader:
         comma = ""
         while True:
             character = yield from self._source.skip_blanks(others=",")
+            if (yield from self._source.ahead((self._end_mark,))):
+                return  # of a call that is not closed
             if ends and character in CLOSES.values():
                 self._source.take(1)
                 sink(ends.pop())
@@ -60,10 +65,10 @@ class QuotedReader:
         if (yield from self._source.accept(self._quote)):  # for what is no name
             parts: list[str] = []
             yield from self._up_to(self._text_end, parts.append)
-            yield from self._up_to(self._key_end, lambda _: None)
+            yield from self._up_to(self._key_end, lambda _: None, keeps=(self._end_mark,))
             return "".join(parts)
         parts = []
-        yield from self._up_to(self._key_end, parts.append)
+        yield from self._up_to(self._key_end, parts.append, keeps=(self._end_mark,))
         return "".join(parts).strip()
 
     def _text(self, sink: Sink) -> Steps[None]:
@@ -73,7 +78,7 @@ class QuotedReader:
 
     def _word(self) -> Steps[str]:
         parts: list[str] = []
-        yield from self._up_to(self._word_end, parts.append, keeps=ENDS_OF_WORDS)
+        yield from self._up_to(self._word_end, parts.append, keeps=(*ENDS_OF_WORDS, self._end_mark))
         word = "".join(parts).strip()
         word = WORDS.get(word, word)
         try:
@@ -82,7 +87,7 @@ class QuotedReader:
             return json.dumps(word, ensure_ascii=False)
         return word
 
-    def _up_to(self, marks: Marks, sink: Sink, keeps: str = "") -> Steps[None]:
+    def _up_to(self, marks: Marks, sink: Sink, keeps: Container[str] = ()) -> Steps[None]:
         mark = ""
         while not mark:
             text, mark = yield from self._source.until(marks, keeps)

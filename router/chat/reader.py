@@ -31,6 +31,7 @@ from router.chat.formats import (
 )
 from router.chat.grammars import AnswerGrammar
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
+from router.chat.prompting import knows_tools
 from router.chat.quoted_values import QuotedReader
 from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Source, Steps, decoded
 from router.chat.tags import TaggedReader
@@ -58,6 +59,7 @@ class AnswerFormats:
 
     tools_name: str
     reasoning_name: str
+    told_in_words: bool = False  # the template knows no tools, and the model is asked for JSON
     mark_ids: frozenset[int] = frozenset()  # of their marks, those that are special tokens
     token_ids: Mapping[str, int] = field(default_factory=dict)  # mark -> id, of those that are a token of their own
 
@@ -67,18 +69,24 @@ class AnswerFormats:
     ) -> AnswerFormats:
         """By the settings `tool_call_parser` and `reasoning_parser`, and where they are `auto`, by the template."""
         texts = "\n".join(template.named.values())
-        tools = tool_format_name(tools_asked, texts)
-        reasoning = reasoning_format_name(reasoning_asked, texts)
-        found = cls(tools, reasoning)
-        marks = [*(found.tools.marks if found.tools else ()), *(found.reasoning.marks if found.reasoning else ())]
         added = {token.content: id for id, token in tokenizer.tokenizer.get_added_tokens_decoder().items()}
+        tools = tool_format_name(tools_asked, texts, added)
+        reasoning = reasoning_format_name(reasoning_asked, texts)
+        told_in_words = tools_asked == AUTO and not knows_tools(texts)
+        found = cls(tools, reasoning, told_in_words)
+        marks = [*(found.tools.marks if found.tools else ()), *(found.reasoning.marks if found.reasoning else ())]
         ids = {mark: added[mark] for mark in marks if mark in added}
-        return cls(tools, reasoning, tokenizer.special_ids.intersection(ids.values()), ids)
+        return cls(tools, reasoning, told_in_words, tokenizer.special_ids.intersection(ids.values()), ids)
 
     @property
     def tools(self) -> ToolFormat | None:
-        """The format of calls; None: none are read."""
-        return None if self.tools_name == NONE else TOOLS[self.tools_name]
+        """The format of calls; None: none are read. Told in words, a model answers so, or in its own format."""
+        if self.tools_name == NONE:
+            return None
+        its, plain = TOOLS[self.tools_name], TOOLS["json"]
+        if not self.told_in_words or its.channels:
+            return its
+        return replace(its, is_bare=True, separators=plain.separators, writings=plain.writings)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
@@ -102,6 +110,8 @@ class AnswerFormats:
         if tools is None and self.reasoning is None:
             return None
         schemas = {tool.name: tool.parameters or {} for tool in offered.callable_tools}
+        if tools is not None and tools.tags is not None and any(tool.strict for tool in offered.callable_tools):
+            tools = replace(tools, begins_with_names=False)  # a strict call begins with the mark that holds it
         rules = ReadingRules(tools, schemas, offered.choice.is_parallel, self.reasoning)
         return Reading(self, rules, offered)
 
@@ -300,7 +310,8 @@ class Reader:
         if (its := self._rules.tool_format) is None:
             return ()
         # Some models leave out the mark in front of a name with a mark of its own.
-        return tuple(mark for mark in (its.begin, its.tags.name if its.tags else "") if mark)
+        name = its.tags.name if its.tags is not None and its.begins_with_names else ""
+        return tuple(mark for mark in (its.begin, name) if mark)
 
     @property
     def _wrappers(self) -> tuple[str, ...]:
@@ -422,7 +433,7 @@ class Reader:
             raise NotThis
         name = written.strip().removeprefix(its.before_name)
         self._begin(BEHIND_NAMES.split(name, 1)[0].strip())
-        yield from self._arguments()
+        yield from self._arguments((its.end,))
 
     def _tagged_calls(self, its: ToolFormat, *, is_named: bool = False) -> Steps[None]:
         """Calls one after the other. is_named: what comes first is a name, and its mark is read."""
@@ -443,7 +454,7 @@ class Reader:
     def _quoted_call(self, its: ToolFormat) -> Steps[None]:
         written, _ = yield from self._text_before(Marks((), "{"), MOST_NAME + len(its.before_name) + 2, ("{",))
         self._begin(written.strip().removeprefix(its.before_name).strip())
-        yield from QuotedReader(self._source, its.quote).arguments(self._pieces.arguments)
+        yield from QuotedReader(self._source, its.quote, its.end).arguments(self._pieces.arguments)
         self.is_in_call = False
 
     def _another(self, mark: str) -> Steps[bool]:
@@ -474,7 +485,7 @@ class Reader:
             self._pieces.drop_blanks()
             if its.recipient in self._rules.schemas:
                 self._begin(its.recipient)
-                yield from self._arguments()
+                yield from self._arguments(HeaderReader.ends)
                 yield from self._message(ends, lambda _: None)
                 before = None
             else:
@@ -497,9 +508,9 @@ class Reader:
         """(a text of at most so many characters, the mark behind it). Raises NotThis, and Ended."""
         written: list[str] = []
         while True:
-            text, mark = yield from self._source.until(marks, keeps)
+            text, mark = yield from self._source.until(marks, keeps, most + 1 - sum(map(len, written)))
             written.append(text)
-            if len(text) > most or sum(map(len, written)) > most:
+            if sum(map(len, written)) > most:
                 raise NotThis
             if mark:
                 return "".join(written), mark
@@ -546,8 +557,15 @@ class Reader:
             self._pieces.arguments(NOTHING)
         self.is_in_call = False
 
-    def _arguments(self) -> Steps[None]:
-        yield from self._value(self._pieces.arguments)
+    def _arguments(self, ends: tuple[str, ...] = ()) -> Steps[None]:
+        """ends: marks that end a call. One in the arguments' place stands for none."""
+        marks = tuple(mark for mark in ends if mark)
+        if marks:
+            yield from self._source.skip_blanks()
+        if marks and (yield from self._source.ahead(marks)):
+            self._pieces.arguments(NOTHING)
+        else:
+            yield from self._value(self._pieces.arguments)
         self.is_in_call = False
 
     def _value(self, sink: Callable[[str], None]) -> Steps[None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -139,7 +139,7 @@ class Source:
             raise NotThis
         self.take(1)
 
-    def until(self, marks: Marks, keeps: Container[str] = ()) -> Steps[tuple[str, str]]:
+    def until(self, marks: Marks, keeps: Container[str] = (), most: int | None = None) -> Steps[tuple[str, str]]:
         """(text in front of the next mark, or what there is of it by now, the mark). The mark is read too.
 
         Without a mark yet, it is empty. keeps: marks that stay unread. Raises Ended once there is nothing left.
@@ -148,11 +148,25 @@ class Source:
             at, mark = marks.search(self._text, self._at)
             if self._is_over and not mark:
                 at = len(self._text)
+            if most is not None and at - self._at > most:
+                at, mark = self._at + most, ""
             if mark or at > self._at:
                 text = self.take(at - self._at)
                 if mark not in keeps:
                     self.take(len(mark))
                 return text, mark
+            yield from self.more()
+
+    def ahead(self, marks: Collection[str]) -> Steps[bool]:
+        """Whether one of these marks comes next, which stays unread. Raises Ended as `accept` does."""
+        while True:
+            there = self._text[self._at : self._at + max(map(len, marks))]
+            if there.startswith(tuple(marks)):
+                return True
+            if not any(mark.startswith(there) for mark in marks):
+                return False
+            if self._is_over:
+                self.take(len(there))
             yield from self.more()
 
     def accept(self, mark: str) -> Steps[bool]:
@@ -196,13 +210,19 @@ class JsonReader:
         yield from self._source.expect('"')
         written: list[str] = []
 
-        def bounded(text: str) -> None:
-            written.append(text)
-            if len(text) > most or sum(map(len, written)) > most + 1:
+        length = 0
+        while True:
+            text, stop = yield from self._source.until(JSON_QUOTES, most=most + 1 - length)
+            written.append(text + stop)
+            length += len(text) + len(stop)
+            if stop == "\\":
+                yield from self._source.peek()
+                written.append(self._source.take(1))
+                length += 1
+            if length > most + (stop == '"'):
                 raise NotThis
-
-        yield from self._rest_of_string(bounded)
-        return decoded('"' + "".join(written))
+            if stop == '"':
+                return decoded('"' + "".join(written))
 
     def _nested(self, sink: Sink) -> Steps[None]:
         depth = 0
@@ -326,7 +346,9 @@ class PythonReader:
         self._source.record()
         written, end = "", ""
         while not end:
-            text, end = yield from self._source.until(WORD_ENDS, keeps=ENDS_OF_WORDS)
+            text, end = yield from self._source.until(
+                WORD_ENDS, keeps=ENDS_OF_WORDS, most=MOST_CHARACTERS_OF_A_WORD + 1 - len(written)
+            )
             written += text
             if len(written) > MOST_CHARACTERS_OF_A_WORD:
                 raise NotThis

@@ -9,14 +9,15 @@ Left out: what messages look like in each API, and reading tool calls out of wha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from router.chat import turns
 from router.errors import ValidationError
-from router.sandbox import TaskError
+from router.sandbox import TaskError, TaskTooLarge
 from router.sandbox.pool import Sandbox
 from router.text.tokenizer import read_json
 
@@ -81,13 +82,15 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        written: Callable[[Sequence[Mapping[str, Any]]], str] = turns.in_json,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
         """The prompt for messages, with all special tokens that it needs. Raises ValidationError.
 
-        owner: whose request it is. variables: `chat_template_kwargs` of the request. continue_final_message: the last
-        message is the beginning of the answer, and the prompt ends with it.
+        owner: whose request it is. variables: `chat_template_kwargs` of the request. written: earlier calls as the
+        model writes them, for templates that do not. continue_final_message: the last message is the beginning of the
+        answer, and the prompt ends with it.
         """
         check_variables(variables or {})
         told: dict[str, Any] = {
@@ -95,8 +98,11 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "variables": {**self.special_tokens, **(variables or {})},
         }
-        if not turns.is_plain(messages):
-            messages = turns.fitted(messages, await self._what_is_taken(aside, owner, told))
+        if tools or not turns.is_plain(messages):
+            taken = await self.taken(aside, owner, has_tools=bool(tools))
+            messages = turns.fitted(messages, taken, written)
+            if tools and taken.tools not in ("", "tools"):
+                told["variables"][taken.tools] = told["tools"]
         ending = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
@@ -106,21 +112,41 @@ class ChatTemplate:
         except TaskError as error:
             raise ValidationError(f"the messages cannot be written as a prompt: {error}") from None
 
-    async def _what_is_taken(self, aside: Sandbox, owner: str, told: Mapping[str, Any]) -> turns.Taken:
-        """Of a conversation. told: what the template gets beside messages; a request's own variables are left out."""
-        has_tools = told["tools"] is not None
-        tried = {**told, "tools": [turns.TOOL] if has_tools else None, "variables": dict(self.special_tokens)}
-
-        async def write(messages: turns.Messages) -> str | None:
-            ending = {"add_generation_prompt": True, "continue_final_message": False}
-            try:
-                return str(await aside.do("render_chat", owner, messages=list(messages), **tried, **ending))
-            except TaskError:
-                return None
-
+    async def taken(self, aside: Sandbox, owner: str, *, has_tools: bool) -> turns.Taken:
+        """What the template takes of a conversation. Raises ValidationError where there is none."""
         if has_tools not in self._taken:
-            self._taken[has_tools] = await turns.tried(write)
+            write = partial(self._tried, aside, owner, self.choose(has_tools), has_tools)
+            try:
+                self._taken[has_tools] = await turns.tried(write, has_tools=has_tools)
+            except TaskTooLarge:
+                return turns.Taken()  # the next request finds out
         return self._taken[has_tools]
+
+    async def _tried(
+        self,
+        aside: Sandbox,
+        owner: str,
+        template: str,
+        has_tools: bool,
+        messages: turns.Messages,
+        variable: str = "tools",
+    ) -> str | None:
+        """What a template makes of a conversation, with a tool in this variable; None where it refuses it.
+
+        Raises Unavailable and TaskTooLarge, of which nothing is learned.
+        """
+        tools = [turns.TOOL] if has_tools else None
+        variables: dict[str, Any] = dict(self.special_tokens)
+        if variable not in ("", "tools"):
+            variables[variable] = tools
+        ending = {"add_generation_prompt": True, "continue_final_message": False}
+        told: dict[str, Any] = {"tools": tools if variable else None, "variables": variables, **ending}
+        try:
+            return str(await aside.do("render_chat", owner, template=template, messages=list(messages), **told))
+        except TaskTooLarge:
+            raise
+        except TaskError:
+            return None
 
 
 def check_variables(variables: Mapping[str, Any]) -> None:

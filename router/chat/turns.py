@@ -10,6 +10,9 @@ turn before:
 * words of the user behind a result as the end of that result
 * several calls as one message each, followed by its result
 * arguments of calls as text of JSON
+* calls that it would leave out as words of the assistant, as the model writes them
+* words beside a call that it would put behind it not at all
+* tools by the name of another variable (`xml_tools`)
 
 Left out: a conversation that no such change makes fit. The template's refusal is the client's answer then.
 """
@@ -28,7 +31,10 @@ BETWEEN = "\n"  # what separates texts that become one
 # Words of the conversations that are tried, none of which any template has.
 FIRST, SECOND, THIRD, FOURTH, LAST = (f"zq{word}" for word in ("amber", "birch", "cedar", "dahlia", "elder"))
 IDS = ("call00001", "call00002")  # of nine characters, as some templates want them
-TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+TOOL_NAME = "zqlook"
+PARAMETERS = {"type": "object", "properties": {"at": {"type": "string", "description": "Where"}}}
+TOOL = {"type": "function", "function": {"name": TOOL_NAME, "description": "Looks", "parameters": PARAMETERS}}
+VARIABLES = ("tools", "xml_tools")  # from which templates show tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,9 @@ class Taken:
     user_after_result: bool = True
     several_calls: bool = True
     arguments_as_objects: bool = True
+    calls: bool = True
+    words_beside_calls: bool = True
+    tools: str = "tools"  # the variable that tools are shown from; empty: they are not shown
 
 
 def is_plain(messages: Messages) -> bool:
@@ -50,21 +59,26 @@ def is_plain(messages: Messages) -> bool:
     return not any(one["role"] in ("system", "tool") for one in messages)
 
 
-async def tried(write: Callable[[Messages], Awaitable[str | None]]) -> Taken:
+Write = Callable[..., Awaitable[str | None]]
+
+
+async def tried(write: Write, *, has_tools: bool) -> Taken:
     """What a template takes. write: gives a conversation's prompt; None: the template refuses it.
 
+    has_tools: whether tools are offered; else they are not asked about. write: also gets the variable for them.
     Of what goes wrong without it too, nothing is known: it is taken then, so that the client learns why.
     """
+    tools = await _tools(write) if has_tools else VARIABLES[0]
 
     async def shows(messages: Messages, *words: str) -> bool:
-        prompt = await write(messages)
+        prompt = await write(messages, tools)
         places = [-1] if prompt is None else [prompt.find(word) for word in words]
         return -1 not in places and places == sorted(places)
 
     user = _said("user", FIRST)
     system = later = after = several = objects = True
     if await shows([user], FIRST):
-        system = await write([_said("system", SECOND), user]) is not None
+        system = await write([_said("system", SECOND), user], tools) is not None
         later = system and await shows(
             [
                 *(_said("system", SECOND), user, _said("system", THIRD)),
@@ -80,9 +94,28 @@ async def tried(write: Callable[[Messages], Awaitable[str | None]]) -> Taken:
         asked, both = _with_arguments_as_text(asked), _with_arguments_as_text(both)
     if await shows(asked, FIRST, THIRD):
         after = await shows([*asked, _said("user", FOURTH)], FIRST, THIRD, FOURTH)
+        if system and await shows([_said("system", LAST), user], LAST):
+            system = await shows([_said("system", LAST), *asked], LAST, FIRST, THIRD)
+            later = later and system
+    calls = beside = True
     if await shows(asked, FIRST, SECOND, THIRD):
         several = await shows(both, FIRST, SECOND, LAST, THIRD, FOURTH)
-    return Taken(system, later, after, several, objects)
+        said = [user, {**asked[1], "content": FOURTH}, *asked[2:]]
+        beside = not await shows(said, FIRST, SECOND, FOURTH)
+    else:
+        calls = not await shows(asked, FIRST, THIRD)
+    return Taken(system, later, after, several, objects, calls, beside, tools)
+
+
+async def _tools(write: Write) -> str:
+    """The variable that a template shows tools from; empty: it shows none."""
+    user = [_said("user", FIRST)]
+    if FIRST not in (await write(user, "") or ""):
+        return VARIABLES[0]  # nothing is known
+    for name in VARIABLES:
+        if TOOL_NAME in (await write(user, name) or ""):
+            return name
+    return ""
 
 
 def _said(role: str, text: str) -> Message:
@@ -91,19 +124,23 @@ def _said(role: str, text: str) -> Message:
 
 def _calling(*words: str) -> Message:
     calls = [
-        {"id": id, "type": "function", "function": {"name": "look", "arguments": {"at": word}}}
+        {"id": id, "type": "function", "function": {"name": TOOL_NAME, "arguments": {"at": word}}}
         for id, word in zip(IDS, words, strict=False)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _result(number: int, text: str) -> Message:
-    return {"role": "tool", "content": text, "tool_call_id": IDS[number], "name": "look"}
+    return {"role": "tool", "content": text, "tool_call_id": IDS[number], "name": TOOL_NAME}
 
 
-def fitted(messages: Messages, taken: Taken) -> list[Message]:
-    """The same conversation in turns that the template takes."""
+def fitted(messages: Messages, taken: Taken, written: Callable[[Sequence[Message]], str]) -> list[Message]:
+    """The same conversation in turns that the template takes. written: calls as the model writes them."""
     found = list(messages)
+    if not taken.words_beside_calls:
+        found = [{**one, "content": ""} if one.get("tool_calls") else one for one in found]
+    if not taken.calls:
+        found = [_in_words(one, written) for one in found]
     if not taken.several_calls:
         found = _one_call_each(found)
     if not taken.later_system:
@@ -113,6 +150,19 @@ def fitted(messages: Messages, taken: Taken) -> list[Message]:
     if not taken.arguments_as_objects:
         found = _with_arguments_as_text(found)
     return found
+
+
+def _in_words(message: Message, written: Callable[[Sequence[Message]], str]) -> Message:
+    if not (calls := message.get("tool_calls")):
+        return message
+    said = BETWEEN.join(filter(None, (message["content"], written([call["function"] for call in calls]))))
+    return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": said}
+
+
+def in_json(calls: Sequence[Message]) -> str:
+    """Calls as a list in JSON."""
+    told = [{"name": one["name"], "arguments": one["arguments"]} for one in calls]
+    return json.dumps(told, ensure_ascii=False)
 
 
 def _with_arguments_as_text(messages: Messages) -> list[Message]:
@@ -132,34 +182,55 @@ def _as_text(arguments: Any) -> str:
 
 def _without_later_system(messages: Messages, is_first_taken: bool) -> list[Message]:
     """System messages as words of the user, who still takes turns; at the start as one message, if there may be one."""
-    found: list[Message] = []
-    was_system = False  # the last one of `found`, before it became the user's
+    found = _Gathered()
+    is_start, was_system = True, False  # whether the last one was a system message before it became the user's
     for message in messages:
         is_system = message["role"] == "system"
-        if is_system and is_first_taken and all(one["role"] == "system" for one in found):
-            found = [_joined(found[0], message) if found else message]
+        is_start = is_start and is_system
+        if is_start and is_first_taken:
+            found.join(message) if found.role else found.add(message)
             continue
-        last = found[-1]["role"] if found else ""
-        if last == "user" and (is_system or (was_system and message["role"] == "user")):
-            found[-1] = _joined(found[-1], message)
+        if found.role == "user" and (is_system or (was_system and message["role"] == "user")):
+            found.join(message)
         else:
-            found.append({**message, "role": "user"} if is_system else message)
+            found.add({**message, "role": "user"} if is_system else message)
         was_system = is_system
-    return found
+    return found.messages()
 
 
 def _words_in_results(messages: Messages) -> list[Message]:
-    found: list[Message] = []
+    found = _Gathered()
     for message in messages:
-        if found and found[-1]["role"] == "tool" and message["role"] == "user":
-            found[-1] = _joined(found[-1], message)
+        if found.role == "tool" and message["role"] == "user":
+            found.join(message)
         else:
-            found.append(message)
-    return found
+            found.add(message)
+    return found.messages()
 
 
-def _joined(message: Message, other: Message) -> Message:
-    return {**message, "content": BETWEEN.join(filter(None, (message["content"], other["content"])))}
+class _Gathered:
+    """Messages, of which some become more of the one before."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Message, list[str]]] = []
+
+    @property
+    def role(self) -> str:
+        """Of the last one; empty: there is none."""
+        return str(self._found[-1][0]["role"]) if self._found else ""
+
+    def add(self, message: Message) -> None:
+        self._found.append((message, [message["content"]]))
+
+    def join(self, message: Message) -> None:
+        """More of the last one."""
+        self._found[-1][1].append(message["content"])
+
+    def messages(self) -> list[Message]:
+        return [
+            one if len(texts) == 1 else {**one, "content": BETWEEN.join(filter(None, texts))}
+            for one, texts in self._found
+        ]
 
 
 def _one_call_each(messages: Messages) -> list[Message]:
@@ -181,11 +252,11 @@ def _one_call_each(messages: Messages) -> list[Message]:
 
 def _apart(message: Message, results: Messages) -> list[Message]:
     """A message for each call, with the results of that call. A result that names none of them stands at the end."""
+    its: dict[object, list[Message]] = {}
+    for one in results:
+        its.setdefault(one.get("tool_call_id"), []).append(one)
     found: list[Message] = []
-    left = list(results)
     for number, call in enumerate(message["tool_calls"]):
         said = message if number == 0 else {"role": message["role"], "content": ""}
-        its = [one for one in left if "id" in call and one.get("tool_call_id") == call["id"]]
-        left = [one for one in left if one not in its]
-        found += [{**said, "tool_calls": [call]}, *its]
-    return [*found, *left]
+        found += [{**said, "tool_calls": [call]}, *(its.pop(call["id"], ()) if "id" in call else ())]
+    return [*found, *(one for left in its.values() for one in left)]

@@ -12,3 +12,7 @@ STACK_BYTES = 8 * 2**20  # for a task; twice as much where a grammar is compiled
 
 class TaskError(Exception):
     """A task cannot be done; the sentence is for the client."""
+
+
+class TaskTooLarge(TaskError):
+    """A task took more time or memory than one may, which says little of it: the machine may be busy."""

@@ -31,7 +31,7 @@ from typing import Any
 
 from host.process import end_with_parent
 from router.errors import Unavailable
-from router.sandbox import MOST_ANSWER_BYTES, TaskError
+from router.sandbox import MOST_ANSWER_BYTES, TaskError, TaskTooLarge
 from router.sandbox.workers import FairSemaphore
 
 ROOT = Path(__file__).parents[2]  # where our packages are
@@ -255,7 +255,7 @@ class _Child:
                 if self.is_stopped():
                     raise _Lost("the process for it was stopped")
                 if quarter >= 4 and self.cpu_seconds() - begun > seconds / 10:
-                    raise TaskError(f"it takes longer than {seconds:g} s")
+                    raise TaskTooLarge(f"it takes longer than {seconds:g} s")
             raise _Lost("the process for it got no CPU time")
         finally:
             if not reading.cancel() and not reading.cancelled():
@@ -274,7 +274,7 @@ class _Child:
             except ConnectionError:
                 line = b""
             except ValueError:  # beyond the limit, which a child keeps to
-                raise TaskError("its result is too long") from None
+                raise TaskTooLarge("its result is too long") from None
             if not line.endswith(b"\n"):
                 raise _Lost("the process for it has ended")
             with suppress(json.JSONDecodeError):  # of a child that was killed within a line
@@ -304,7 +304,7 @@ def _end_of(status: int) -> Exception:
     """What the end of a child means for its task. status: an exit code, or the negative number of a signal."""
     if is_from_outside(status):
         return _Lost(f"the process for it was ended by {signal.Signals(-status).name}")
-    return TaskError("it takes too much memory, or its result is too long")
+    return TaskTooLarge("it takes too much memory, or its result is too long")
 
 
 def _unavailable(lost: _Lost) -> Unavailable:

@@ -30,6 +30,7 @@ from router.apis.serving import (
     turn_of,
     values_of_conversations,
 )
+from router.chat.prompting import thinking
 from router.chat.tools import Offer, Tool, ToolChoice, offer, tool_in
 from router.chat.transcript import BETWEEN, Transcript, result_text_of, string_of, text_of
 from router.errors import ValidationError
@@ -114,11 +115,9 @@ ROLES: Mapping[str, Sequence[str]] = {
 }
 TEXT = ("text",)
 # A variable that templates of models which may think have, for each type of `thinking`.
-THINKING: Mapping[str, Mapping[str, bool]] = {
-    "enabled": {"enable_thinking": True},
-    "adaptive": {"enable_thinking": True},
-    "between_tools": {"enable_thinking": True},
-    "disabled": {"enable_thinking": False},
+THINKING: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("enabled", "adaptive", "between_tools"), thinking(True)),
+    "disabled": thinking(False),
 }
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}  # for templates
 
@@ -146,7 +145,7 @@ def parameters_of(body: MessagesRequest) -> GenerateParameters:
     )
 
 
-def variables_of(body: CountRequest) -> Mapping[str, bool | str]:
+def variables_of(body: CountRequest) -> Mapping[str, Any]:
     """What `thinking` and an effort mean to a chat template. Raises ValidationError."""
     effort = body.output_config.effort if body.output_config is not None else None
     if effort is not None and effort not in EFFORTS:
@@ -173,10 +172,15 @@ def transcript_of(body: CountRequest) -> Transcript:
 def _system_of(body: CountRequest) -> str:
     """The system prompt without what is for Anthropic's bills. Raises ValidationError."""
     if isinstance(body.system, str):
-        line, _, rest = body.system.partition("\n")
-        return rest if line.startswith(BILLING) else body.system
-    blocks = [block for block in body.system or () if not str(block.get("text")).startswith(BILLING)]
-    return text_of("system", blocks, TEXT)
+        return _without_billing(body.system)
+    text_of("system", body.system, TEXT)  # which tells what is no text
+    texts = (_without_billing(block["text"]) for block in body.system or ())
+    return BETWEEN.join(filter(None, texts))
+
+
+def _without_billing(text: str) -> str:
+    line, _, rest = text.partition("\n")
+    return rest if line.startswith(BILLING) else text
 
 
 def _first_thought(body: CountRequest) -> int:
@@ -189,18 +193,25 @@ def _first_thought(body: CountRequest) -> int:
                 f"`{where}` is of type {str(edit.get('type'))[:40]}, and {CLEAR_THINKING} alone is served: leave it "
                 "out, and shorten the conversation before it is sent"
             )
-        kept = edit.get("keep", {"value": 1})
-        if kept != "all":
-            kept = kept.get("value") if isinstance(kept, dict) else kept
-            if type(kept) is not int or kept < 1:
-                raise ValidationError(f'`{where}.keep` must be "all", or thinking_turns with a `value` of 1 or more')
-    asked = [number for number, message in enumerate(body.messages) if _is_question(message)]
-    return 0 if kept == "all" or len(asked) < kept else asked[-kept]
+        given = edit.get("keep") or {"value": 1}
+        is_all = given == "all" or (isinstance(given, dict) and given.get("type") == "all")
+        kept = "all" if is_all else given.get("value") if isinstance(given, dict) else given
+        if not is_all and (type(kept) is not int or kept < 1):
+            raise ValidationError(f"`{where}.keep` must be all, or thinking_turns with a `value` of 1 or more")
+    turns = [number for number, message in enumerate(body.messages) if _is_question(message)]
+    if turns and not any(map(_has_thinking, body.messages[turns[-1] :])):
+        turns.pop()  # a question without an answer is no turn yet
+    return 0 if kept == "all" or len(turns) <= kept else turns[-kept]
+
+
+def _has_thinking(message: Message) -> bool:
+    blocks = message.content if message.role == "assistant" and not isinstance(message.content, str) else ()
+    return any(block.get("type") == "thinking" for block in blocks)
 
 
 def _is_question(message: Message) -> bool:
     """Whether a turn of the model follows, and not more of the one that has called tools."""
-    is_text = isinstance(message.content, str) or any(one.get("type") == "text" for one in message.content)
+    is_text = isinstance(message.content, str) or any(one.get("type", "text") == "text" for one in message.content)
     return message.role == "user" and is_text
 
 
@@ -215,7 +226,8 @@ def _add(transcript: Transcript, where: str, message: Message, *, forgets: bool)
     for number, block in enumerate(message.content):
         if not (forgets and block.get("type") == "thinking"):
             _add_block(transcript, f"{where}.content.{number}", message.role, block, between)
-        between = "" if message.role == "assistant" else BETWEEN
+        if message.role == "assistant" and block.get("type", "text") == "text":
+            between = ""
 
 
 def _add_block(transcript: Transcript, where: str, role: str, block: Mapping[str, Any], between: str) -> None:

@@ -426,3 +426,97 @@ def test_arguments_between_tags_keep_to_their_schema() -> None:
         written(mode="r", each="[]", other="x"),
     ):
         assert not accepts(marked(), grammar, text), text
+
+
+PLAIN = ("qwen3_coder", "seed", "glm", "minimax")
+
+
+def argument(name: str, value: str, key: str = "k") -> str:
+    """A call of the function f with one argument, as the format writes it."""
+    begin, end = f"<function=f>\n<parameter={key}>", "</parameter>\n</function>"
+    return {
+        "qwen3_coder": f"<tool_call>\n{begin}\n{value}\n{end}\n</tool_call>",
+        "seed": f"<seed:tool_call>\n{begin}{value}{end}\n</seed:tool_call>",
+        "glm": f"<tool_call>f\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+        "minimax": f'<minimax:tool_call>\n<invoke name="f">\n<parameter name="{key}">{value}</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+    }[name]
+
+
+COLOR = {"$defs": {"Color": {"enum": ["red", "blue"], "type": "string"}}}
+# What a schema says of an argument, beside what stands in its root; what a model may write, what that is, and what not.
+ARGUMENT_CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, COLOR, {"red": "red", "null": None}, ("green", '"red"')),
+    ({"type": "string", "enum": ["a", None]}, {}, {"a": "a"}, ("b", "null")),
+    ({"type": ["string", "null"], "enum": ["a", None]}, {}, {"a": "a", "null": None}, ("b",)),
+    ({"const": 5}, {}, {"5": 5}, ("6", "five")),
+    ({"enum": ['"q"\n</x>%', ""]}, {}, {'"q"\n</x>%': '"q"\n</x>%', "": ""}, ("q",)),
+    (
+        {"type": "array", "items": {"$ref": "#/properties/other"}},
+        {"other": {"type": "integer"}},
+        {"[1]": [1]},
+        ('["a"]',),
+    ),
+    ({"type": "object", "properties": {"a/b": {"type": "integer"}}}, {}, {'{"a/b": 1}': {"a/b": 1}}, ("[]", "{1}")),
+    ({"type": 5}, {}, {"anything": "anything"}, ()),
+    ({"anyOf": [{"type": True}]}, {}, {"anything": "anything"}, ()),
+    ({"type": "string", "enum": 5}, {}, {"anything": "anything"}, ()),
+]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("schema", "beside", "good", "bad"), ARGUMENT_CASES)
+def test_an_argument_between_tags_is_held_and_read_as_its_schema_says(
+    name: str, schema: dict[str, Any], beside: dict[str, Any], good: dict[str, Any], bad: tuple[str, ...]
+) -> None:
+    root = {name: value for name, value in beside.items() if name == "$defs"}
+    others = {name: value for name, value in beside.items() if name != "$defs"}
+    parameters = {"type": "object", "properties": {"k": schema, **others}, "required": ["k"], **root}
+    its, offered = formats(name), required(tools=(Tool("f", parameters=parameters),))
+    grammar = held(its, offered) or ""
+    reading = its.reading(offered)
+    assert reading is not None
+    for text, value in good.items():
+        written = argument(name, text)
+        assert accepts(marked(), grammar, written), text
+        reader = reading.reader("")
+        [call] = whole([*reader.feed(written), *reader.end()]).calls
+        assert {"k": value} == json.loads(call.arguments)
+    for text in bad:
+        assert not accepts(marked(), grammar, argument(name, text)), text
+
+
+def test_a_schema_behind_a_reference_has_its_arguments() -> None:
+    node = {"type": "object", "properties": {"k": {"type": "array", "items": {"$ref": "#/$defs/N"}}}, "required": ["k"]}
+    tool = Tool("f", parameters={"$ref": "#/$defs/N", "$defs": {"N": node}})
+    grammar = held(formats("qwen3_coder"), required(tools=(tool,))) or ""
+    assert accepts(marked(), grammar, argument("qwen3_coder", '[{"k": []}]'))
+    assert not accepts(marked(), grammar, argument("qwen3_coder", "[1]"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({"properties": {"k": {"type": "string", "pattern": "a+"}}}, "has `pattern`, to which a text between tags"),
+        ({"properties": {"k": {}}, "required": ["other"]}, "requires other, which is not in `properties`"),
+    ],
+)
+def test_what_a_strict_function_cannot_be_held_to_between_tags_is_said(parameters: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        held(formats("qwen3_coder"), offer((Tool("f", parameters=parameters, strict=True),), ToolChoice()))
+    assert held(formats("qwen3_coder"), required(tools=(Tool("f", parameters=parameters),)))
+
+
+@pytest.mark.parametrize("odd", [[1], "x", 5])
+def test_odd_schemas_are_no_reason_to_fail(odd: Any) -> None:
+    for parameters in ({"properties": odd}, {"properties": {"k": {}}, "required": odd}):
+        held(formats("qwen3_coder"), required(tools=(Tool("f", parameters=parameters),)))
+
+
+def test_a_strict_call_begins_with_the_mark_that_holds_it() -> None:
+    written = "<function=weather>\n<parameter=place>\nUlm\n</parameter>\n</function>"
+    for tools, num_calls in (((STRICT,), 0), ((WEATHER,), 1)):
+        reading = formats("qwen3_coder").reading(offer(tools, ToolChoice()))
+        assert reading is not None
+        reader = reading.reader("")
+        assert num_calls == len(whole([*reader.feed(written), *reader.end()]).calls)

@@ -19,7 +19,7 @@ from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
 from router.sandbox.tasks import tasks
-from tests.router.chat.templates import TEMPLATES, TOOL, TOOL_TEMPLATES
+from tests.router.chat.templates import TOOL, TOOL_TEMPLATES
 from tests.router.chat.test_template import DEMO
 
 ARGUMENTS = {"place": "Zürich & <b>", "days": [1, 2.5, None]}
@@ -68,33 +68,34 @@ def test_the_prompt_is_that_of_transformers(family: str) -> None:
 def test_ids_are_made_short_where_templates_insist() -> None:
     messages = copy.deepcopy(HISTORY)
     messages[2]["tool_calls"][0]["id"] = messages[3]["tool_call_id"] = "call_0123456789"
-    its, template = TOOLS["mistral"], TOOL_TEMPLATES["mistral"]
-    told, _ = for_template(messages, Offer(), template, its)
+    its = TOOLS["mistral"]
+    told, _ = for_template(messages, Offer(), its, knows_tools=True)
     id = told[3]["tool_call_id"]
     assert id == told[2]["tool_calls"][0]["id"] and len(id) == 9 and id.isalnum()
-    assert told == for_template(messages, Offer(), template, its)[0]
-    assert for_template(HISTORY, Offer(), template, its)[0] == HISTORY
-    assert "call_0123456789" == for_template(messages, Offer(), template, TOOLS["hermes"])[0][3]["tool_call_id"]
+    assert told == for_template(messages, Offer(), its, knows_tools=True)[0]
+    assert for_template(HISTORY, Offer(), its, knows_tools=True)[0] == HISTORY
+    assert "call_0123456789" == for_template(messages, Offer(), TOOLS["hermes"], knows_tools=True)[0][3]["tool_call_id"]
 
 
 def test_a_template_without_tools_gets_words() -> None:
     given = offer([Tool("weather", "The weather.")], ToolChoice())
-    told, tools = for_template(HISTORY, given, TEMPLATES["llama-2"], TOOLS["json"])
+    told, tools = for_template(HISTORY, given, TOOLS["json"], knows_tools=False)
     assert tools is None
     assert ["system", "user", "assistant", "user", "assistant", "user"] == [message["role"] for message in told]
     assert json.dumps({"name": "weather", "arguments": ARGUMENTS}, ensure_ascii=False) == told[2]["content"]
     assert 'The function weather returned: {"sky": "blue"}' == told[3]["content"]
     listed = json.dumps(given.for_template()[0])
-    assert f"And now?\n---\n{listed}\n{INSTRUCTION}" == told[5]["content"]
-    assert "Call it!" == for_template(HISTORY, given, "", None, "Call it!")[0][5]["content"].rpartition("\n")[2]
-    assert "And now?" == for_template(HISTORY, Offer(), "", None)[0][5]["content"]
+    assert f"Be brief.\n---\n{listed}\n{INSTRUCTION}" == told[0]["content"]  # where the next turn has it too
+    asked, _ = for_template(HISTORY, given, None, "Call it!", knows_tools=False)
+    assert "Call it!" == asked[0]["content"].rpartition("\n")[2]
+    assert "And now?" == for_template(HISTORY, Offer(), None, knows_tools=False)[0][5]["content"]
 
 
 def test_results_in_a_row_are_one_message() -> None:
     result = {"role": "tool", "content": "1", "tool_call_id": "other"}
     call = {"role": "assistant", "content": "So:", "tool_calls": [CALL, CALL]}
     more = [HISTORY[1], call, result, HISTORY[3], {"role": "user", "content": "Go on."}]
-    told, _ = for_template(more, Offer(), "", None)
+    told, _ = for_template(more, Offer(), None, knows_tools=False)
     assert ["user", "assistant", "user"] == [message["role"] for message in told]
     expected = 'The function  returned: 1\nThe function weather returned: {"sky": "blue"}\nGo on.'
     assert expected == told[2]["content"]
@@ -103,10 +104,10 @@ def test_results_in_a_row_are_one_message() -> None:
 
 def test_instructions_are_added_where_a_template_has_its_own() -> None:
     given = offer([Tool("weather")], ToolChoice())
-    told, tools = for_template(HISTORY[:2], given, TOOL_TEMPLATES["hermes"], TOOLS["hermes"], "Call it!")
+    told, tools = for_template(HISTORY[:2], given, TOOLS["hermes"], "Call it!", knows_tools=True)
     assert ("How is it in Zürich?\n---\nCall it!", given.for_template()) == (told[1]["content"], tools)
     with pytest.raises(ValidationError, match="nothing but answers"):
-        for_template(HISTORY[4:5], given, "", None)
+        for_template(HISTORY[4:5], given, None, knows_tools=False)
 
 
 @pytest.mark.parametrize("family", TOOL_TEMPLATES)
@@ -131,7 +132,7 @@ def test_ids_of_calls_have_names_where_templates_want_them() -> None:
     messages = copy.deepcopy(HISTORY)
     messages += [{"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "x"}]}]
     messages += [{"role": "tool", "content": "?", "tool_call_id": "x"}]
-    told, _ = for_template(messages, Offer(), TOOL_TEMPLATES["hermes"], TOOLS["kimi"])
+    told, _ = for_template(messages, Offer(), TOOLS["kimi"], knows_tools=True)
     assert ["functions.weather:0", "functions.weather:1"] == [
         one["tool_calls"][0]["id"] for one in told if "tool_calls" in one
     ]
@@ -144,7 +145,7 @@ def test_what_comes_before_a_call_is_thinking_in_messages_with_headers() -> None
     messages = copy.deepcopy(HISTORY)
     messages[2]["content"] = "Let me see."
     messages[4]["reasoning_content"] = "Easy."
-    told, _ = for_template(messages, Offer(), TOOL_TEMPLATES["hermes"], TOOLS["harmony"])
+    told, _ = for_template(messages, Offer(), TOOLS["harmony"], knows_tools=True)
     assert ("I look.\n\nLet me see.", "") == (told[2]["thinking"], told[2]["content"])
     assert ("Easy.", "Blue.") == (told[4]["thinking"], told[4]["content"])
     assert told[1] == HISTORY[1]

@@ -149,6 +149,22 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>\n<tool_call><function=f>"
      "</function></tool_call>", content("", F, ("f", "{}"))),
     ("qwen3_coder", HERMES, content("", F)),
+    # closing tags that the model forgot, and what looks like them
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nx\n<parameter=a>\n1\n</function>\n</tool_call>Done.",
+     content("Done.", ("f", '{"s": "x", "a": 1}'))),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nx\n</function>", content("", ("f", '{"s": "x"}'))),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\n<function=g>\n<parameter=k>\n</function>\nx"
+     "\n</parameter>\n</function>\n</tool_call>",
+     content("", ("f", '{"s": "<function=g>\\n<parameter=k>\\n</function>\\nx"}'))),
+    ("qwen3_coder", "Use `<function=f>` for that.", content("Use `<function=f>` for that.")),
+    ("qwen3_coder", '<function=f>{"a": 1}</function>', content('<function=f>{"a": 1}</function>')),
+    ("qwen3_coder", "<function=f>\n<parameter=o>\n['\\ud800']\n</parameter>\n</function>",
+     content("", ("f", '{"o": "[\'\\\\ud800\']"}'))),
+    ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|><|tool_call_end|><|tool_call_begin|>"
+     'functions.f:1<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', content("", ("f", "{}"), F)),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", content("", ("f", "{}"))),
+    ("gemma", '<|tool_call>call:f{s:<|"|>x<|"|>,a:<tool_call|><|tool_call>call:f{a:1}<tool_call|>',
+     content("", ("f", '{"s": "x", "a": null'), F)),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nab", content("", ("f", '{"s": "ab'))),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1", content("", ("f", '{"a": '))),
     ("qwen3_coder", "<tool_call><function=no></function>", content("<tool_call><function=no></function>")),

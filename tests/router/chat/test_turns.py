@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from router.chat import turns
+from router.chat.prompting import INSTRUCTION, rendering
 from router.chat.template import ChatTemplate
+from router.chat.tools import Tool, ToolChoice, offer
 from router.chat.turns import Taken
-from router.errors import ValidationError
+from router.errors import Unavailable, ValidationError
 from tests.router.chat.templates import END, LOOP, TOOL, TOOL_TEMPLATES
 from tests.router.chat.test_prompting import Here
 
@@ -30,7 +32,8 @@ TAKE_TURNS = (
     "{% if (m.role == 'user') != (ns.n % 2 == 0) or m.role == 'system' %}{{ raise_exception('take turns') }}{% endif %}"
     "{% set ns.n = ns.n + 1 %}{% endfor %}"
 )
-TEMPLATES = {
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+ALONE = {
     "anything": (LOOP + WRITTEN + CALLS + END, Taken()),
     "system first": (LOOP + REFUSE_LATER_SYSTEM + WRITTEN + CALLS + END, Taken(later_system=False)),
     "system moved": (
@@ -54,11 +57,22 @@ TEMPLATES = {
         "{% endfor %}" + END,
         Taken(arguments_as_objects=False),
     ),
+    "no calls": (LOOP + WRITTEN + END, Taken(calls=False)),
+    "words behind calls": (
+        LOOP + "{% if message.tool_calls %}" + CALLS + "{% endif %}" + WRITTEN + END,
+        Taken(words_beside_calls=False),
+    ),
+    "system for the user alone": (
+        "{% for message in messages if message.role != 'system' %}{% if loop.last and message.role == 'user' and "
+        "messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}" + WRITTEN + CALLS + END,
+        Taken(system=False, later_system=False),
+    ),
     "first call alone": (
         LOOP + WRITTEN + "{% if message.tool_calls %}{{ message.tool_calls[0].function.arguments }}{% endif %}" + END,
         Taken(several_calls=False),
     ),
 }  # fmt: skip
+TEMPLATES = {name: (TOOLS + text, taken) for name, (text, taken) in ALONE.items()}
 
 
 def said(role: str, text: str) -> dict[str, Any]:
@@ -116,19 +130,20 @@ def test_a_prompt_begins_as_that_of_the_turn_before(name: str) -> None:
 
 def test_what_every_template_takes_is_not_tried() -> None:
     template = ChatTemplate({"default": LOOP + WRITTEN + END}, {})
-    assert "<user>x" == prompt_of(template, [said("user", "x")]) and not template._taken
+    aside: Any = Here()
+    assert "<user>x" == asyncio.run(template.render(aside, [said("user", "x")])) and not template._taken
 
 
 def test_several_system_messages_at_the_start_become_one() -> None:
     template = ChatTemplate({"default": TEMPLATES["system first"][0]}, {})
     told = prompt_of(template, [said("system", "a"), said("system", "b"), said("user", "c")])
-    assert "<system>a\nb<user>c" == told
+    assert told.endswith("<system>a\nb<user>c")
 
 
 def test_without_system_messages_the_user_says_it_all() -> None:
     template = ChatTemplate({"default": TEMPLATES["no system"][0]}, {})
     told = prompt_of(template, [said("system", "a"), said("system", "b"), said("user", "c"), said("user", "d")])
-    assert "<user>a\nb\nc<user>d" == told  # what was two messages of the user stays two
+    assert told.endswith("<user>a\nb\nc<user>d")  # what was two messages of the user stays two
 
 
 def test_what_no_change_makes_fit_is_refused_in_the_template_s_words() -> None:
@@ -142,7 +157,35 @@ def test_what_no_change_makes_fit_is_refused_in_the_template_s_words() -> None:
 def test_results_stay_with_their_calls() -> None:
     """Also where they come in another order, twice, or name no call."""
     conversation = [calling("a", "b", "c"), result("c", "3"), result("a", "1"), result("a", "2"), result("x", "?")]
-    told = turns.fitted(conversation, Taken(several_calls=False))
+    told = turns.fitted(conversation, Taken(several_calls=False), turns.in_json)
     seen = [[call["id"] for call in one["tool_calls"]] if "tool_calls" in one else one["content"] for one in told]
     assert [["ida"], "1", "2", ["idb"], ["idc"], "3", "?"] == seen
     assert ["I look.", "", ""] == [one["content"] for one in told if one["role"] == "assistant"]
+
+
+def test_tools_are_shown_from_another_variable_or_in_words() -> None:
+    offered = offer([Tool("weather", "Of a place")], ToolChoice())
+    written = "{% for one in {0} or [] %}{{ one.function.name }}{% endfor %}"
+    aside: Any = Here()
+
+    def prompt(template: str) -> str:
+        render = rendering(ChatTemplate({"default": template}, {}), aside, [said("user", "x")], offered, None)
+        return asyncio.run(render(""))
+
+    assert "weather<user>x" == prompt(written.replace("{0}", "xml_tools") + LOOP + WRITTEN + END)
+    of_message = "{% if message['tools'] %}{{ message['tools'] }}{% endif %}"
+    assert INSTRUCTION in prompt(LOOP + of_message + WRITTEN + END)
+    assert INSTRUCTION not in prompt(TOOLS + LOOP + WRITTEN + END)
+
+
+def test_what_a_busy_machine_does_not_render_is_not_remembered() -> None:
+    template = ChatTemplate({"default": TEMPLATES["anything"][0]}, {})
+
+    class Away:
+        async def do(self, *_: Any, **__: Any) -> Any:
+            raise Unavailable("no process for it")
+
+    away: Any = Away()
+    with pytest.raises(Unavailable):
+        asyncio.run(template.render(away, AGENT, tools=[TOOL]))
+    assert not template._taken and "Reminder" in prompt_of(template, AGENT)

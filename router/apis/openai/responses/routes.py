@@ -169,7 +169,7 @@ def _check_metadata(given: Mapping[str, str]) -> None:
         )
 
 
-def variables_of(body: InputRequest) -> Mapping[str, bool | str]:
+def variables_of(body: InputRequest) -> Mapping[str, Any]:
     """What `reasoning` means to a chat template."""
     return effort(body.reasoning.effort if body.reasoning is not None else None)
 

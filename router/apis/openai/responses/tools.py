@@ -8,10 +8,11 @@ offers them unasked, and the model does without.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from orjson import JSONDecodeError, loads
+from orjson import JSONDecodeError, dumps, loads
 
 from router.chat.tools import MOST_NAME, Offer, Tool, ToolChoice, allowed_of, offer, tool_in
 from router.chat.transcript import string_of
@@ -76,12 +77,12 @@ def shown_name(where: str, name: str, namespace: object) -> str:
 
 
 def input_of(arguments: str) -> str:
-    """The text of a custom tool's call. As the model wrote it where that is no object with it."""
-    try:
-        found = loads(arguments)[INPUT]
-    except (JSONDecodeError, KeyError, TypeError):
-        return arguments
-    return found if isinstance(found, str) else arguments
+    """The text of a custom tool's call, as far as it goes. As the model wrote it where that is no object with it."""
+    for end in ("", '"}', "}"):
+        with suppress(JSONDecodeError, KeyError, TypeError):
+            found = loads(arguments + end)[INPUT]
+            return found if isinstance(found, str) else dumps(found).decode()
+    return arguments
 
 
 def _listed(given: Sequence[Given]) -> Iterator[tuple[str, Given, str | None]]:

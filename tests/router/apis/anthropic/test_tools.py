@@ -112,9 +112,10 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.197.{0}; cc_entrypoint=cli
 def test_what_claude_code_says_of_its_bills_is_no_part_of_the_prompt(tooled: Served, is_text: bool) -> None:
     """It may change with each request, and the prompt is to begin alike."""
     prompts = []
-    for number in ("a1b", "c2d"):
+    for number, is_apart in (("a1b", True), ("c2d", False)):
         line = BILLING.format(number)
-        system: Any = f"{line}\nBe brief." if is_text else [{"type": "text", "text": t} for t in (line, "Be brief.")]
+        texts = (line, "Be brief.") if is_apart else (f"{line}\nBe brief.",)
+        system: Any = f"{line}\nBe brief." if is_text else [{"type": "text", "text": text} for text in texts]
         assert 200 == tooled.http.post(URL, json={**BODY, "system": system}).status_code
         prompts.append(tooled.prompt)
     assert prompts[0] == prompts[1] and {"role": "system", "content": "Be brief."} == messages_in(prompts[0])[0]
@@ -142,8 +143,11 @@ THOUGHTS = [
     [
         ({"keep": "all"}, ["First.", "Second.", "Third."]),
         ({"keep": {"type": "thinking_turns", "value": 3}}, ["First.", "Second.", "Third."]),
-        ({"keep": {"type": "thinking_turns", "value": 2}}, ["Second.", "Third."]),
-        ({}, []),  # of the last turn alone, which has no thinking yet
+        ({"keep": {"type": "all"}}, ["First.", "Second.", "Third."]),
+        ({"keep": {"type": "thinking_turns", "value": 2}}, ["First.", "Second.", "Third."]),
+        ({"keep": {"type": "thinking_turns", "value": 1}}, ["Second.", "Third."]),
+        ({"keep": None}, ["Second.", "Third."]),
+        ({}, ["Second.", "Third."]),  # of the last turn that thought; the question behind it has no answer yet
     ],
 )
 def test_earlier_thinking_is_left_out_by_turns(tooled: Served, edit: dict[str, Any], expected: list[str]) -> None:

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from host.version import version
 from router.apis.openai.requests import ChatRequest, CompletionRequest, messages_of, of_completion, variables_of
+from router.chat.prompting import thinking
 from router.errors import ValidationError
 from router.requests.grammars import constraint_of
 from router.requests.schemas import GrammarParameters
@@ -125,9 +126,12 @@ async def test_parameters_of_tgi_s_routes_reach_the_shards(template: str) -> Non
     ("asked", "variables"),
     [
         ({}, {}),
-        ({"reasoning_effort": "high"}, {"enable_thinking": True, "reasoning_effort": "high"}),
-        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
-        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+        ({"reasoning_effort": "high"}, {**thinking(True), "reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, thinking(False)),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {**thinking(False), "enable_thinking": True},
+        ),
     ],
 )
 def test_an_effort_of_reasoning_means_to_chats_what_it_does_to_responses(asked: Any, variables: Any) -> None:

@@ -196,8 +196,8 @@ def test_a_custom_tool_is_called_with_a_text(seeing: Served) -> None:
 
 
 def test_what_is_no_text_of_a_custom_tool_is_told_as_it_was_written() -> None:
-    assert ["x", '{"input": 5}', '{"inp', "[]"] == [
-        input_of(text) for text in ('{"input": "x"}', '{"input": 5}', '{"inp', "[]")
+    assert ["x", "x", "5", '{"inp', "[]"] == [
+        input_of(text) for text in ('{"input": "x"}', '{"input": "x', '{"input": 5}', '{"inp', "[]")
     ]
 
 
