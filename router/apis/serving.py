@@ -21,7 +21,7 @@ from router.accounts import Account, Permits
 from router.batching.batcher import Batcher
 from router.chat.pieces import AnswerReader, PlainReader
 from router.chat.prompting import rendering
-from router.chat.reader import AnswerFormats, Reading
+from router.chat.reading import AnswerFormats, Reading
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.chat.transcript import Transcript

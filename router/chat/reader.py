@@ -1,8 +1,6 @@
 """Reads answers as the model writes them: reasoning, text, and calls of tools in one of the formats of `formats.py`.
 
-Calls with their arguments in tags are read by `tags.py`, messages with headers by `channels.py`.
-
-`AnswerFormats` are the served model's, `Reading` is for one request, and a `Reader` takes one answer apart. What begins
+Arguments in tags are read by `tags.py`, Gemma's by `quoted_values.py`, headers of messages by `channels.py`. What begins
 like a call and turns out to be none is text, with its marks. A call whose name is known is a call, however it goes on:
 its arguments are given out as the model writes them. Blanks around reasoning and calls are dropped. The marks of a
 format may be special tokens, which are no part of a text: they are made part of it (`PromptRequest.shown_marks`), and
@@ -15,33 +13,15 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from router.chat.channels import HeaderReader
-from router.chat.formats import (
-    AUTO,
-    NONE,
-    REASONING,
-    TOOLS,
-    ReasoningFormat,
-    ToolFormat,
-    reasoning_format_name,
-    tool_format_name,
-)
-from router.chat.grammars import AnswerGrammar
-from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
-from router.chat.prompting import knows_tools
+from router.chat.formats import ReasoningFormat, ToolFormat
+from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
 from router.chat.quoted_values import QuotedReader
 from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Source, Steps, decoded
 from router.chat.tags import TaggedReader
-from router.chat.template import ChatTemplate
-from router.chat.tools import MOST_NAME, Offer
-from router.errors import ValidationError
-from router.requests.grammars import grammar_of
-from router.requests.schemas import PromptRequest
-from router.scheduling.grammar import Grammar
-from router.text.tokenizer import ModelTokenizer
+from router.chat.tools import MOST_NAME
 
 MOST_CHARACTERS_BEFORE_ARGUMENTS = MOST_NAME + 136  # a name, and what some formats write beside it
 NAMES = ("name", "tool_name")
@@ -51,137 +31,6 @@ NOTHING = "{}"
 BETWEEN_MESSAGES = "\n\n"  # of one kind
 BEHIND_NAMES = re.compile(r"[\[:]")  # an id in a mark of its own, or a number
 Visible = type[Text] | type[Reasoning]
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormats:
-    """The formats of the served model. tools_name and reasoning_name: in the tables; the latter may be `none`."""
-
-    tools_name: str
-    reasoning_name: str
-    told_in_words: bool = False  # the template knows no tools, and the model is asked for JSON
-    mark_ids: frozenset[int] = frozenset()  # of their marks, those that are special tokens
-    token_ids: Mapping[str, int] = field(default_factory=dict)  # mark -> id, of those that are a token of their own
-
-    @classmethod
-    def of(
-        cls, tools_asked: str, reasoning_asked: str, template: ChatTemplate, tokenizer: ModelTokenizer
-    ) -> AnswerFormats:
-        """By the settings `tool_call_parser` and `reasoning_parser`, and where they are `auto`, by the template."""
-        texts = "\n".join(template.named.values())
-        added = {token.content: id for id, token in tokenizer.tokenizer.get_added_tokens_decoder().items()}
-        tools = tool_format_name(tools_asked, texts, added)
-        reasoning = reasoning_format_name(reasoning_asked, texts)
-        told_in_words = tools_asked == AUTO and not knows_tools(texts)
-        found = cls(tools, reasoning, told_in_words)
-        marks = [*(found.tools.marks if found.tools else ()), *(found.reasoning.marks if found.reasoning else ())]
-        ids = {mark: added[mark] for mark in marks if mark in added}
-        return cls(tools, reasoning, told_in_words, tokenizer.special_ids.intersection(ids.values()), ids)
-
-    @property
-    def tools(self) -> ToolFormat | None:
-        """The format of calls; None: none are read. Told in words, a model answers so, or in its own format."""
-        if self.tools_name == NONE:
-            return None
-        its, plain = TOOLS[self.tools_name], TOOLS["json"]
-        if not self.told_in_words or its.channels:
-            return its
-        return replace(its, is_bare=True, separators=plain.separators, writings=plain.writings)
-
-    @property
-    def reasoning(self) -> ReasoningFormat | None:
-        """The format of reasoning; None: none is read."""
-        return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
-
-    def facts(self, tools_asked: str, reasoning_asked: str, *, has_template: bool) -> list[tuple[str, str, str]]:
-        """Rows of the start-up table: what, which, and why."""
-        if not has_template:
-            return [("chats", "refused", "the model has no chat template: --chat-template FILE")]
-        sources = ["the chat template" if asked == AUTO else "" for asked in (tools_asked, reasoning_asked)]
-        return [("tool calls", self.tools_name, sources[0]), ("reasoning", self.reasoning_name, sources[1])]
-
-    def reading(self, offered: Offer) -> Reading | None:
-        """How answers to a request with these tools are read; None: as text alone. Raises ValidationError."""
-        tools = self.tools if offered.tools else None
-        if offered.tools and tools is None:
-            raise ValidationError(
-                "`tools` are not served by this server: leave them out, or start it without --tool-call-parser none"
-            )
-        if tools is None and self.reasoning is None:
-            return None
-        schemas = {tool.name: tool.parameters or {} for tool in offered.callable_tools}
-        if tools is not None and tools.tags is not None and any(tool.strict for tool in offered.callable_tools):
-            tools = replace(tools, begins_with_names=False)  # a strict call begins with the mark that holds it
-        rules = ReadingRules(tools, schemas, offered.choice.is_parallel, self.reasoning)
-        return Reading(self, rules, offered)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How the answers to one request are read, and what holds them to it.
-
-    First `applied_to` its prompt, then `reader` for each answer.
-    """
-
-    formats: AnswerFormats
-    rules: ReadingRules
-    offered: Offer
-
-    def applied_to(self, one: PromptRequest, begun: str = "") -> PromptRequest:
-        """The same request with what its readers need. Raises ValidationError.
-
-        begun: what a final message that is continued has of the answer already.
-        """
-        one = replace(one, shown_marks=one.shown_marks | self.formats.mark_ids)
-        wanted = grammar_of(one.given)
-        if wanted is not None and self.offered.choice.mode != "required":
-            grammar = partial(self._calls_or if self.offered.tools else self._behind_reasoning, wanted, begun)
-            return replace(one, answer_grammar=grammar)
-        if self.call_grammar("", begun) is None:
-            return one
-        if one.given.ignore_eos:
-            raise ValidationError(
-                "`ignore_eos` is not served where a call of `tools` is required or strict: leave it out"
-            )
-        return replace(one, answer_grammar=partial(self.call_grammar, begun=begun))
-
-    def call_grammar(self, prompt_end: str, begun: str = "") -> str | None:
-        """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""
-        if (its := self.rules.tool_format) is None:
-            return None
-        return self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
-
-    def _calls_or(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
-        """What holds an answer to calls, or else to what the client wants."""
-        its = self.rules.tool_format
-        assert its is not None, "`AnswerFormats.reading` has refused tools where they are not read"
-        return self._grammar.calls_or(wanted, its, self.offered, is_within=self._is_within(prompt_end, begun))
-
-    def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
-        """What the client wants the answer held to, behind reasoning, which is free, where the model thinks."""
-        if self.rules.reasoning is None:
-            return None
-        return self._grammar.behind_reasoning(wanted, is_within=self._is_within(prompt_end, begun))
-
-    @property
-    def _grammar(self) -> AnswerGrammar:
-        return AnswerGrammar(self.rules.reasoning, self.formats.token_ids, self.formats.mark_ids)
-
-    def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
-        """A reader for one answer.
-
-        prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
-        within reasoning.
-        """
-        return Reader(self.rules, self._is_within(prompt_end, begun))
-
-    def _is_within(self, prompt_end: str, begun: str) -> bool:
-        its = self.rules.reasoning
-        if its is None:
-            return False
-        if begun:
-            return begun.rfind(its.begin) > begun.rfind(its.end)
-        return prompt_end.rstrip().removesuffix(its.label.strip()).rstrip().endswith(its.begin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,13 @@ TOOL = {"type": "function", "function": {"name": TOOL_NAME, "description": "Look
 VARIABLES = ("tools", "xml_tools")  # from which templates show tools
 
 
+def _said(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
+
+
+USER = _said("user", FIRST)
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What a template writes into the prompt where it stands.
@@ -68,58 +75,87 @@ async def tried(write: Write, *, has_tools: bool) -> Taken:
     has_tools: whether tools are offered; else they are not asked about. write: also gets the variable for them.
     Of what goes wrong without it too, nothing is known: it is taken then, so that the client learns why.
     """
-    tools = await _tools(write) if has_tools else VARIABLES[0]
+    trial = _Trial(write, await _tools(write) if has_tools else VARIABLES[0])
+    objects = await trial.takes_objects()
+    asked = trial.conversation(objects)
+    system = await trial.takes_system(asked)
+    is_shown = await trial.shows(asked, FIRST, SECOND, THIRD)
+    takes_results = await trial.shows(asked, FIRST, THIRD)
+    return Taken(
+        system=system,
+        later_system=system and await trial.takes_later_system(),
+        user_after_result=not takes_results or await trial.takes_words_behind(asked),
+        several_calls=not is_shown or await trial.takes_several_calls(objects),
+        arguments_as_objects=objects,
+        calls=is_shown or not takes_results,
+        words_beside_calls=not is_shown or await trial.takes_words_beside_calls(asked),
+        tools=trial.tools,
+    )
 
-    async def shows(messages: Messages, *words: str) -> bool:
-        prompt = await write(messages, tools)
+
+class _Trial:
+    """Short conversations, and whether a template takes each. tools: the variable that tools are shown from."""
+
+    def __init__(self, write: Write, tools: str) -> None:
+        self._write, self.tools = write, tools
+
+    async def shows(self, messages: Messages, *words: str) -> bool:
+        """Whether the prompt has these words, in this order."""
+        prompt = await self._write(messages, self.tools)
         places = [-1] if prompt is None else [prompt.find(word) for word in words]
         return -1 not in places and places == sorted(places)
 
-    user = _said("user", FIRST)
-    system = later = after = several = objects = True
-    if await shows([user], FIRST):
-        system = await write([_said("system", SECOND), user], tools) is not None
-        later = system and await shows(
-            [
-                *(_said("system", SECOND), user, _said("system", THIRD)),
-                *(_said("assistant", "Yes."), _said("user", FOURTH), _said("system", LAST)),
-            ],
-            *(FIRST, THIRD, FOURTH, LAST),
-        )
-    asked = [user, _calling(SECOND), _result(0, THIRD)]
-    both = [user, _calling(SECOND, LAST), _result(0, THIRD), _result(1, FOURTH)]
-    if not await shows(asked, FIRST, THIRD):
-        objects = not await shows(_with_arguments_as_text(asked), FIRST, THIRD)
-    if not objects:
-        asked, both = _with_arguments_as_text(asked), _with_arguments_as_text(both)
-    if await shows(asked, FIRST, THIRD):
-        after = await shows([*asked, _said("user", FOURTH)], FIRST, THIRD, FOURTH)
-        if system and await shows([_said("system", LAST), user], LAST):
-            system = await shows([_said("system", LAST), *asked], LAST, FIRST, THIRD)
-            later = later and system
-    calls = beside = True
-    if await shows(asked, FIRST, SECOND, THIRD):
-        several = await shows(both, FIRST, SECOND, LAST, THIRD, FOURTH)
-        said = [user, {**asked[1], "content": FOURTH}, *asked[2:]]
-        beside = not await shows(said, FIRST, SECOND, FOURTH)
-    else:
-        calls = not await shows(asked, FIRST, THIRD)
-    return Taken(system, later, after, several, objects, calls, beside, tools)
+    @staticmethod
+    def conversation(
+        objects: bool, calls: Sequence[str] = (SECOND,), results: Sequence[str] = (THIRD,)
+    ) -> list[Message]:
+        """A question, calls, and their results. objects: whether arguments are such."""
+        found = [USER, _calling(*calls), *(_result(number, text) for number, text in enumerate(results))]
+        return found if objects else _with_arguments_as_text(found)
+
+    async def takes_objects(self) -> bool:
+        """Unless it takes text alone."""
+        if await self.shows(self.conversation(True), FIRST, THIRD):
+            return True
+        return not await self.shows(self.conversation(False), FIRST, THIRD)
+
+    async def takes_system(self, asked: Messages) -> bool:
+        """Some show it only where the user speaks last."""
+        if not await self.shows([USER], FIRST):
+            return True
+        begun = [_said("system", LAST), USER]
+        if await self._write(begun, self.tools) is None:
+            return False
+        if not await self.shows(begun, LAST, FIRST) or not await self.shows(asked, FIRST, THIRD):
+            return True
+        return await self.shows([_said("system", LAST), *asked], LAST, FIRST, THIRD)
+
+    async def takes_later_system(self) -> bool:
+        begun = [_said("system", SECOND), USER, _said("system", THIRD), _said("assistant", "Yes.")]
+        more = [*begun, _said("user", FOURTH), _said("system", LAST)]
+        return not await self.shows([USER], FIRST) or await self.shows(more, FIRST, THIRD, FOURTH, LAST)
+
+    async def takes_words_behind(self, asked: Messages) -> bool:
+        return await self.shows([*asked, _said("user", FOURTH)], FIRST, THIRD, FOURTH)
+
+    async def takes_several_calls(self, objects: bool) -> bool:
+        both = self.conversation(objects, (SECOND, LAST), (THIRD, FOURTH))
+        return await self.shows(both, FIRST, SECOND, LAST, THIRD, FOURTH)
+
+    async def takes_words_beside_calls(self, asked: Messages) -> bool:
+        """Those that it leaves out do no harm."""
+        said = [asked[0], {**asked[1], "content": FOURTH}, *asked[2:]]
+        return not await self.shows(said, FIRST, SECOND, FOURTH)
 
 
 async def _tools(write: Write) -> str:
     """The variable that a template shows tools from; empty: it shows none."""
-    user = [_said("user", FIRST)]
-    if FIRST not in (await write(user, "") or ""):
+    if FIRST not in (await write([USER], "") or ""):
         return VARIABLES[0]  # nothing is known
     for name in VARIABLES:
-        if TOOL_NAME in (await write(user, name) or ""):
+        if TOOL_NAME in (await write([USER], name) or ""):
             return name
     return ""
-
-
-def _said(role: str, text: str) -> Message:
-    return {"role": role, "content": text}
 
 
 def _calling(*words: str) -> Message:

@@ -20,7 +20,7 @@ from router.apis.serving import Handler, Services, collect, json_response, read,
 from router.apis.tgi.bodies import response_headers
 from router.chat.pieces import CountingReader
 from router.chat.prompting import rendering
-from router.chat.reader import Reading
+from router.chat.reading import Reading
 from router.chat.tools import Offer
 from router.errors import ValidationError
 from router.http.responses import Frames

@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 
 from router.chat.formats import AUTO, NONE, REASONING, SIGNS, TOOLS, reasoning_format_name, tool_format_name
 from router.chat.pieces import whole
-from router.chat.reader import AnswerFormats
+from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.config import REASONING_PARSERS, TOOL_CALL_PARSERS

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from router.chat.formats import CHANNELS, REASONING
 from router.chat.grammars import schema_of
 from router.chat.pieces import whole
-from router.chat.reader import AnswerFormats
+from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
