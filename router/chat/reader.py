@@ -1,10 +1,10 @@
 """Reads answers as the model writes them: reasoning, text, and calls of tools in one of the formats of `formats.py`.
 
-Arguments in tags are read by `tags.py`, Gemma's by `quoted_values.py`, headers by `channels.py`.
-What begins like a call and turns out to be none is text, with its marks. A call whose name is known is one, however it
-goes on: its arguments are given out as the model writes them. Blanks around reasoning and calls are dropped. The marks of a
-format may be special tokens, which are no part of a text: they are made part of it (`PromptRequest.shown_marks`), and
-the reader takes them out again.
+Arguments in tags are read by `tags.py`, Gemma's by `quoted_values.py`, headers by `channels.py`. What begins like a
+call and turns out to be none is text, with its marks. A call whose name is known is one, however it goes on: its
+arguments are given out as the model writes them. Blanks around reasoning and calls are dropped. The marks of a format
+may be special tokens, which are no part of a text: they are made part of it (`PromptRequest.shown_marks`), and the
+reader takes them out again.
 """
 
 from __future__ import annotations
