@@ -19,33 +19,12 @@ UNBOUNDED_TOTAL_TOKENS = 4096  # default of a model without a longest sequence; 
 ROOM_FOR_ANSWER = 1024  # behind a longest prompt that was given for such a model
 # The names in the tables of `router/chat/formats.py`, which a test compares.
 TOOL_CALL_PARSERS = (
-    *(
-        "auto",
-        "none",
-        "hermes",
-        "llama3",
-        "mistral",
-        "deepseek",
-        "deepseek_v3",
-        "qwen3_coder",
-        "seed",
-        "glm",
-        "minimax",
-    ),
-    *("kimi", "harmony", "gemma", "command", "granite", "nemotron", "hunyuan", "olmo3", "lfm2", "pythonic", "json"),
+    *("auto", "none", "hermes", "llama3", "mistral", "deepseek", "deepseek_v3", "qwen3_coder", "seed", "glm", "glm47"),
+    *("minimax", "kimi", "harmony", "gemma", "command", "granite", "nemotron", "hunyuan", "olmo3", "lfm2", "pythonic"),
+    "json",
 )
 REASONING_PARSERS = (
-    "auto",
-    "none",
-    "think",
-    "mistral",
-    "seed",
-    "thought",
-    "granite",
-    "gemma",
-    "command",
-    "answer",
-    "response",
+    *("auto", "none", "think", "mistral", "seed", "thought", "granite", "gemma", "command", "answer", "response"),
     "harmony",
 )
 KV_ADMISSIONS = ("demand", "reserve")

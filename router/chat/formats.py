@@ -39,9 +39,10 @@ class ReasoningFormat:
 class Tags:
     """How a call is written whose arguments are not JSON, but each between tags, texts without quotes.
 
-    A call is `name`, its name, `name_end`, the arguments, `end`. An argument is `key`, its name, `key_end`, `value`,
-    what it is, `value_end`. padding: what is around a value and no part of it; writes_padding: whether a grammar has it
-    written. Where `name` is empty, the mark in front of the call is enough; where `end` is, the mark behind it.
+    A call is `name`, its name, `name_end`, the arguments, `end`. An argument is `key`, its name, `key_end`,
+    `value`, what it is, `value_end`. padding: what is around a value and no part of it; writes_padding: whether a
+    grammar has it written. is_on_lines: whether arguments, and values behind their keys, stand on lines of their
+    own. Where `name` is empty, the mark in front of the call is enough; where `end` is, the mark behind it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Tags:
     end: str = ""
     padding: str = ""
     writes_padding: bool = True
+    is_on_lines: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +266,12 @@ TOOLS: Mapping[str, ToolFormat] = {
         tags=OF_KEYS,
         writings=(Writing("<tool_call>", begin="", middle="\n", end="</tool_call>", between="\n"),),
     ),
+    "glm47": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        tags=replace(OF_KEYS, is_on_lines=False),
+        writings=(Writing("<tool_call>", begin="", middle="", end="</tool_call>"),),
+    ),
     "minimax": ToolFormat(
         "<minimax:tool_call>",
         "</minimax:tool_call>",
@@ -347,6 +355,7 @@ SIGNS: Mapping[str, Callable[[str], bool]] = {
     "seed": lambda template: "<seed:tool_call>" in template,
     "minimax": lambda template: "<minimax:tool_call>" in template,
     "kimi": lambda template: "<|tool_call_argument_begin|>" in template,
+    "glm47": lambda template: "</arg_key><arg_value>" in template,
     "glm": lambda template: "<arg_key>" in template,
     "qwen3_coder": lambda template: "<tool_call>" in template and "<function=" in template,
     "hermes": lambda template: "<tool_call>" in template,

@@ -156,9 +156,10 @@ class AnswerGrammar:
 
     def _argument(self, name: str, tags: Tags, schema: Mapping[str, Any], key: str, tool: Tool) -> list[str]:
         """The rule for an argument between its tags: a value in JSON, or what may be a text as it is."""
-        value_of = f"\n{tags.value}" if tags.value else ""
+        line = "\n" if tags.is_on_lines else ""
+        value_of = f"{line}{tags.value}" if tags.value else ""
         padding = tags.padding if tags.writes_padding else ""
-        before, behind = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{padding}"), self._written("\n")
+        before, behind = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{padding}"), self._written(line)
         end, found = padding + tags.value_end, schema_of_argument(schema, key)
         types, choices = types_of(found, schema), choices_of(found, schema)
         if choices is not None:

@@ -39,6 +39,10 @@ def test_a_template_with_tools_says_how_calls_are_written(family: str) -> None:
         ("<|START_ACTION|> <|START_RESPONSE|>", "command", "command"),
         ("<|tool_call|> Here is my thought process:", "granite", "granite"),
         ("<|tool_call_start|>[", "lfm2", "none"),
+        ("<arg_key>k</arg_key>\n<arg_value>", "glm", "none"),
+        ("<arg_key>k</arg_key><arg_value>", "glm47", "none"),
+        ("<tool_calls> <answer>", "hunyuan", "answer"),
+        ("<function_calls>", "olmo3", "none"),
     ],
 )
 def test_marks_in_a_template_say_how_its_model_writes(text: str, tools: str, reasoning: str) -> None:

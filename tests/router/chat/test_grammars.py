@@ -116,6 +116,8 @@ WRITTEN = [
      "</seed:tool_call>"),
     ("glm", ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"), f"<tool_call>weather\n{KEYS}</tool_call>",
      f"<tool_call>weather\n{KEYS}</tool_call>\n<tool_call>time\n</tool_call>"),
+    ("glm47", (), "<tool_call>weather<arg_key>place</arg_key><arg_value>Zürich</arg_value></tool_call>",
+     "<tool_call>weather<arg_key>place</arg_key><arg_value>Zürich</arg_value></tool_call><tool_call>time</tool_call>"),
     ("minimax", (), f"<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>",
      f'<minimax:tool_call>\n{INVOKE}\n<invoke name="time">\n</invoke>\n</minimax:tool_call>'),
     ("gemma", (), f"<|tool_call>{CALL}<tool_call|>", f"<|tool_call>{CALL}<tool_call|><|tool_call>{NONE}<tool_call|>"),

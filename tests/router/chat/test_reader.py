@@ -185,6 +185,7 @@ WRITTEN: list[tuple[str, str, Content]] = [
      "</arg_value></tool_call>\n<tool_call>get_weather</tool_call>",
      content("Yes.", ("f", '{"s": "\\nx\\n", "a": 1}'), ("get_weather", "{}"))),
     ("glm", "<tool_call>no\n</tool_call>", content("<tool_call>no\n</tool_call>")),
+    ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", content("", F)),
     ("minimax", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
      '<invoke name="f"><parameter name="s">x</parameter></invoke>\n</minimax:tool_call>',
      content("", F, ("f", '{"s": "x"}'))),
