@@ -187,8 +187,7 @@ class AnswerGrammar:
         as_text = [f"{name}_text[lazy]: TEXT {_quoted(mark)}"]
         if id is None:
             return [f"{name}: {name}_text", *as_text]
-        as_token = f"TEXT <[{id}]>"
-        return [f"{name}: {as_token}"] if id in self.special else [f"{name}: {as_token} | {name}_text", *as_text]
+        return [f"{name}: TEXT <[{id}]> | {name}_text", *as_text]  # a mark in letters is one for readers too
 
     def _written(self, text: str) -> str:
         """A text with the marks in it, each of which may be a token."""

@@ -522,3 +522,18 @@ def test_a_strict_call_begins_with_the_mark_that_holds_it() -> None:
         assert reading is not None
         reader = reading.reader("")
         assert num_calls == len(whole([*reader.feed(written), *reader.end()]).calls)
+
+
+def test_a_mark_in_letters_ends_thoughts_as_its_token_does() -> None:
+    """A reader takes it for one, and what is behind it must keep to the client's grammar."""
+    reading = formats("hermes", "mistral").reading(Offer())
+    assert reading is not None
+    given = GenerateParameters(grammar=GrammarParameters(type="regex", value="yes|no"))
+    asked = reading.applied_to(PromptRequest("", given))
+    assert asked.answer_grammar is not None
+    grammar = asked.answer_grammar("[THINK]") or ""
+    table = LLTokenizer(marked().to_str(), n_vocab=300, eos_token=[EOS])
+    for text, is_held in (("hm[/THINK]yes", True), ("hm[/THINK]words", False)):
+        matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        ids = list(text.encode())  # bytes are tokens here
+        assert is_held is (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
