@@ -38,22 +38,26 @@ class HeaderReader:
         self._source = source
 
     def read(self, *, is_first: bool) -> Steps[Header]:
-        """The next header, or none. Raises Ended, also within one: what is cut off there says nothing."""
+        """The next header, or none. Raises Ended, also within one: what is cut off behind its mark says nothing."""
         if not is_first:
             yield from self._source.skip_blanks()
             if (yield from self._source.accept("<|start|>")):
                 yield from self._source.accept("assistant")
         self._source.record()
         yield from self._source.skip_blanks()
-        has_one = (yield from self._source.accept("<|channel|>")) or (yield from self._source.accept("to="))
+        is_channel = yield from self._source.accept("<|channel|>")
+        if not is_channel and not (yield from self._source.accept("to=")):
+            return Header(text=self._source.recorded())
         written = self._source.recorded()
-        if not has_one:
-            return Header(text=written)
+        if not is_channel:
+            self._source.record(written)  # what is no header after all is text
         mark = ""
         while not mark:
             text, mark = yield from self._source.until(MESSAGE, most=max(1, MOST_CHARACTERS + 1 - len(written)))
             written += text
             if len(written) > MOST_CHARACTERS:
+                self._source.recorded()
                 return Header(text=written + mark)
+        self._source.recorded()
         recipient, channel = RECIPIENT.search(written), CHANNEL.search(written)
         return Header(recipient[1] if recipient else "", channel is not None and channel[1] == "analysis")

@@ -164,8 +164,8 @@ class AnswerGrammar:
         types, choices = types_of(found, schema), choices_of(found, schema)
         if choices is not None:
             texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices]
-            # An empty text between the tags is no literal of a grammar, and nothing is.
-            options = " | ".join(_quoted(text) if text else '""' for text in dict.fromkeys(texts))
+            readable = [text for text in dict.fromkeys(texts) if tags.value_end not in text]
+            options = " | ".join(map(_quoted, readable or texts))
             return [f"{name}: {before} ({options}) {self._written(end)} {behind}"]
         if not types or "string" in types:
             if tool.strict and (bound := next((one for one in OF_TEXTS if one in found), None)) is not None:
@@ -174,12 +174,10 @@ class AnswerGrammar:
                     "between tags is not held: leave it or `strict` out"
                 )
             return [f"{name}: {before} {name}_text {behind}", *self._up_to(f"{name}_text", end)]
-        place = key.replace("~", "~0").replace("/", "~1")
         whole = moved({one: value for one, value in schema.items() if one != "x-guidance"}, "#/$defs/it")
-        value = {"$defs": {"it": whole}, "x-guidance": schema["x-guidance"]}
-        reference = f"{_place_of(schema)}/properties/{place}"
-        held = json.dumps({**value, "$ref": f"#/$defs/it{reference}"}, ensure_ascii=False)
-        return [f"{name}: {before} %json {held} {self._written(end)} {behind}"]
+        its = resolved(schema, schema)["properties"][key]
+        held = {**moved(its, "#/$defs/it"), "$defs": {"it": whole}, "x-guidance": schema["x-guidance"]}
+        return [f"{name}: {before} %json {json.dumps(held, ensure_ascii=False)} {self._written(end)} {behind}"]
 
     def _up_to(self, name: str, mark: str) -> list[str]:
         """The rule for a text up to and including the first of these marks."""
@@ -199,12 +197,6 @@ class AnswerGrammar:
         if id is None:
             return _quoted(part)
         return f"<[{id}]>" if id in self.special else f"(<[{id}]> | {_quoted(part)})"
-
-
-def _place_of(schema: Mapping[str, Any]) -> str:
-    """Where the arguments of a schema stand in it: behind a reference, or at its root."""
-    reference = schema.get("$ref")
-    return reference[1:] if isinstance(reference, str) and reference.startswith("#/") else ""
 
 
 def _rule(name: str, wanted: Grammar) -> str:

@@ -461,6 +461,7 @@ ARGUMENT_CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple
     ),
     ({"type": "object", "properties": {"a/b": {"type": "integer"}}}, {}, {'{"a/b": 1}': {"a/b": 1}}, ("[]", "{1}")),
     ({"type": 5}, {}, {"anything": "anything"}, ()),
+    ({"enum": ["a", "</parameter>", "</arg_value>"]}, {}, {"a": "a"}, ("b",)),
     ({"anyOf": [{"type": True}]}, {}, {"anything": "anything"}, ()),
     ({"type": "string", "enum": 5}, {}, {"anything": "anything"}, ()),
 ]
@@ -486,6 +487,13 @@ def test_an_argument_between_tags_is_held_and_read_as_its_schema_says(
         assert {"k": value} == json.loads(call.arguments)
     for text in bad:
         assert not accepts(marked(), grammar, argument(name, text)), text
+
+
+def test_an_argument_may_have_any_name_that_its_tag_can_hold() -> None:
+    parameters = {"type": "object", "properties": {"a b/~é": {"type": "integer"}}, "required": ["a b/~é"]}
+    grammar = held(formats("qwen3_coder"), required(tools=(Tool("f", parameters=parameters),))) or ""
+    assert accepts(marked(), grammar, argument("qwen3_coder", "5", "a b/~é"))
+    assert not accepts(marked(), grammar, argument("qwen3_coder", "x", "a b/~é"))
 
 
 def test_a_schema_behind_a_reference_has_its_arguments() -> None:

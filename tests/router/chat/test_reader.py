@@ -199,6 +199,7 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("harmony", "<|channel|>commentary to=browser.search<|message|>{}<|call|>", content("{}")),
     ("harmony", " no header, to=x", content(" no header, to=x")),
     ("harmony", "<|channel|>fin", content("")),
+    ("harmony", "to=ulm is the way", content("to=ulm is the way")),
     ("harmony", f"<|channel|>{'x' * 500}<|message|>", content(f"<|channel|>{'x' * 500}<|message|>")),
     ("gemma", "<|tool_call>call:f{a:1}<tool_call|>", content("", F)),
     ("gemma", 'So.<|tool_call>call:get_weather{place:<|"|>Zürich, "x" {}\n<|"|>,n:[1,None,{deep:<|"|><|"|>,t:true}],'
