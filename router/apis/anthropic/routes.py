@@ -121,7 +121,6 @@ THINKING: Mapping[str, Mapping[str, Any]] = {
 }
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}  # for templates
 
-
 # What Claude Code's system prompt begins with. The rest of the line may change with each request, and so the prefix.
 BILLING = "x-anthropic-billing-header:"
 CLEAR_THINKING = "clear_thinking_20251015"
@@ -193,7 +192,7 @@ def _first_thought(body: CountRequest) -> int:
                 f"`{where}` is of type {str(edit.get('type'))[:40]}, and {CLEAR_THINKING} alone is served: leave it "
                 "out, and shorten the conversation before it is sent"
             )
-        given = edit.get("keep") or {"value": 1}
+        given = {"value": 1} if edit.get("keep") is None else edit["keep"]
         is_all = given == "all" or (isinstance(given, dict) and given.get("type") == "all")
         kept = "all" if is_all else given.get("value") if isinstance(given, dict) else given
         if not is_all and (type(kept) is not int or kept < 1):

@@ -159,6 +159,14 @@ def test_earlier_thinking_is_left_out_by_turns(tooled: Served, edit: dict[str, A
     assert ["one", "1", "two", "", "noon", "2", "three"] == [one["content"] for one in told]
 
 
+@pytest.mark.parametrize("keep", [0, "", [], {}, False, {"value": 0}, {"value": True}, "some"])
+def test_how_much_thinking_is_kept_must_be_said(tooled: Served, keep: object) -> None:
+    edits = [{"type": "clear_thinking_20251015", "keep": keep}]
+    refused = tooled.http.post(URL, json={**BODY, "context_management": {"edits": edits}})
+    sentence = "`context_management.edits.0.keep` must be all, or thinking_turns with a `value` of 1 or more"
+    assert (400, f"Input validation error: {sentence}") == (refused.status_code, refused.json()["error"]["message"])
+
+
 def test_tools_that_anthropic_would_run_are_not_shown(tooled: Served) -> None:
     elsewhere = [{"type": "web_search_20260209", "name": "web_search"}, {"type": "tool_search_tool_regex_20251119"}]
     assert 200 == tooled.http.post(URL, json={**BODY, "tools": [*elsewhere, WEATHER]}).status_code
