@@ -32,6 +32,7 @@ from benchmark.cost.devices import GPU_READ_BYTES, Probe, known
 from benchmark.cost.roofline import Ceilings
 from benchmark.result import BenchError, prepare_output, table, write_atomically
 from benchmark.terminal import Progress, Stage, shown
+from server.backends.cuda import FLOAT8_SINCE
 from server.quantisation.random_weight import Kind, noise
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from server.backends.cuda.quantised import CudaQuantised
 
 
-CAPABILITIES = ("8.0", "8.9", "9.0", "10.0")
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 PROCESSORS = 132  # to fill: those of an H200, so that the keys of few sequences are split
 DECODES, CHUNK, BLOCKS, BLOCK_SIZE = 2, 20, 64, 16
 WIDTH = 4096  # of the model, and of a gated mlp
@@ -148,7 +149,7 @@ def rows(capability: str, view: Progress | None = None) -> Iterator[tuple[Case, 
 
     with compiled_for(capability) as found:
         named: list[tuple[Case, MachineCode]] = []
-        launched = list(cases())
+        launched = list(cases(capability))
         for case in launched:
             before = len(found)
             case.launch()
@@ -159,18 +160,22 @@ def rows(capability: str, view: Progress | None = None) -> Iterator[tuple[Case, 
     yield from named
 
 
-def cases() -> Iterator[Case]:
-    """What the table has."""
-    yield from (Case(case.name, partial(launch_attention, case)) for case in HEAD_CASES)
+def cases(capability: str) -> Iterator[Case]:
+    """What the table has for GPUs of one compute capability."""
+    from server.backends.cuda.kernels.splits import KIB
+    from server.backends.cuda.machine_code import PROCESSOR_OF, number
+
+    program_kib = PROCESSOR_OF[capability].program_bytes // KIB
+    yield from (Case(case.name, partial(launch_attention, case, program_kib=program_kib)) for case in HEAD_CASES)
     yield from product_cases()
-    yield from quantised_cases()
+    yield from quantised_cases(has_float8=number(capability) >= FLOAT8_SINCE)
     yield from adapted_cases()
     yield from norm_cases()
     yield from (Case(f"{k} of {experts} experts", partial(launch_routing, experts, k)) for experts, k in MIXTURES)
     yield from logit_cases()
 
 
-def launch_attention(case: HeadCase, chunk: int = CHUNK) -> None:
+def launch_attention(case: HeadCase, chunk: int = CHUNK, program_kib: int | None = None) -> None:
     """A step of decodes, whose keys are split, and a chunk of a prompt."""
     import torch
 
@@ -188,7 +193,7 @@ def launch_attention(case: HeadCase, chunk: int = CHUNK) -> None:
     angles = torch.zeros(tokens, 1, case.rotated_pairs)
     rotation = Rotation(angles, angles, case.is_interleaved) if case.rotated_pairs else None
     slopes = () if rotation else (0.5,) * case.heads
-    attention = PagedAttention(Scores(case.head_dim**-0.5, slopes, case.cap), PROCESSORS)
+    attention = PagedAttention(Scores(case.head_dim**-0.5, slopes, case.cap), PROCESSORS, program_kib)
     attention.self_attend(heads, kv, rotation, meta, case.window)
 
 
@@ -240,10 +245,9 @@ def launch_product(
     )
 
 
-def quantised_cases() -> Iterator[Case]:
+def quantised_cases(*, has_float8: bool) -> Iterator[Case]:
     """Products with quantised weights, and what rounds their inputs."""
-
-    for kind in QUANTISED_KINDS:
+    for kind in (name for name, kind in QUANTISED_KINDS.items() if has_float8 or not kind.codes.startswith("float8")):
         for rows, is_gated in ((8, False), (8, True), (16, False), (64, False), (64, True), (128, False)):
             name = f"product of {rows} rows, {kind}{', gated' if is_gated else ''}"
             yield Case(name, partial(launch_quantised, kind, rows, is_gated=is_gated))
@@ -380,7 +384,8 @@ def zeros(*shape: int) -> torch.Tensor:
 
 def line(name: str, code: MachineCode) -> list[str | int]:
     """One row of the table."""
-    from server.backends.cuda.machine_code import ASYNCHRONOUS, KIB, MATRIX
+    from server.backends.cuda.kernels.splits import KIB
+    from server.backends.cuda.machine_code import ASYNCHRONOUS, MATRIX
 
     return [
         name,
@@ -402,12 +407,13 @@ def _counts(code: MachineCode, names: tuple[str, ...]) -> str:
 
 def complaints(code: MachineCode, resident: int = 0) -> Iterator[str]:
     """What no kernel should do. resident: of a product in whole units, programs that a multiprocessor should hold."""
-    from server.backends.cuda.machine_code import KIB, PROCESSORS, WHOLE_UNITS
+    from server.backends.cuda.kernels.splits import KIB
+    from server.backends.cuda.machine_code import PROCESSOR_OF, WHOLE_UNITS
 
     if code.spills or code.local_bytes:
         yield f"spills registers: {code.spills} instructions, {code.local_bytes} bytes of local memory"
     if not code.fits:
-        most = PROCESSORS[code.capability].program_bytes
+        most = PROCESSOR_OF[code.capability].program_bytes
         yield f"needs {code.shared_bytes / KIB:.1f} KiB of shared memory, a program has {most / KIB:.0f}: cannot run"
     elif code.programs_per_processor < resident:
         yield f"its grid counts on {resident} programs per multiprocessor, {code.programs_per_processor} fit"

@@ -26,6 +26,7 @@ from benchmark.result import BenchError
 from host.cgroups import available_bytes
 from server.arch.footprint import LOGIT_BYTES, kept_state_bytes, least_step_bytes, num_spares, state_bytes, step_bytes
 from server.arch.windows import largest_window, ring_for
+from server.backends.cuda import FLOAT8_SINCE
 from server.quantisation import sizes
 
 if TYPE_CHECKING:
@@ -306,7 +307,6 @@ PROBE_SECONDS = 0.15  # per operator: long enough for a few undisturbed repeats 
 GPU_READ_BYTES = 2 * 2**30
 GPU_MATRIX_SIZE = (8192, 8192, 8192)  # rows, inputs, outputs
 UNITS_OF_A_THREAD = 16  # of arithmetic, of some tens of microseconds each: short enough to be left alone
-FLOAT8_SINCE = (8, 9)  # compute capability
 
 
 def gpu_read_bytes(free: int) -> int:

@@ -13,9 +13,10 @@ import torch
 from server.backends.cuda.device import CudaDevice
 from server.backends.reference import ReferenceBackend
 
-# Compute capabilities with matrix units for bfloat16 and the shared memory that the largest tiles take, 163 KiB: A100,
-# Orin, H100 and H200, B200, B300. Consumer GPUs have 99 KiB.
-CAPABILITIES = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)}
+# The first compute capability with matrix units for bfloat16. All since then give a program 99 KiB of shared memory.
+LEAST_CAPABILITY = (8, 0)
+# The first that computes in float8.
+FLOAT8_SINCE = (8, 9)
 
 
 def choose(device: CudaDevice, dtype: torch.dtype) -> ReferenceBackend:
@@ -24,9 +25,9 @@ def choose(device: CudaDevice, dtype: torch.dtype) -> ReferenceBackend:
         why = f"the GPU kernels are for NVIDIA GPUs, and torch is built for AMD's (ROCm {torch.version.hip})"
         return ReferenceBackend(device, [why])
     capability = torch.cuda.get_device_capability(device.torch_device)
-    if capability not in CAPABILITIES:
+    if capability < LEAST_CAPABILITY:
         version = ".".join(map(str, capability))
-        return ReferenceBackend(device, [f"the GPU kernels' tiles do not fit compute capability {version}"])
+        return ReferenceBackend(device, [f"the GPU kernels need compute capability 8.0, and this GPU has {version}"])
     if importlib.util.find_spec("triton") is None:
         return ReferenceBackend(device, ["the GPU kernels are not used: Triton is not installed (pip install triton)"])
     from server.backends.cuda.backend import CudaBackend

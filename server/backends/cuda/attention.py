@@ -26,13 +26,21 @@ from server.quantisation.kv import AS_COMPUTED, KvFormat
 class PagedAttention:
     """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads.
 
-    processors: multiprocessors to fill with decodes; None for as many as the tensors' GPU has.
+    processors: multiprocessors to fill with decodes; program_kib: shared memory that a program can have; None for what
+    the tensors' GPU has.
     """
 
-    def __init__(self, scores: Scores, processors: int | None = None, *, cache: KvFormat = AS_COMPUTED):
+    def __init__(
+        self,
+        scores: Scores,
+        processors: int | None = None,
+        program_kib: int | None = None,
+        *,
+        cache: KvFormat = AS_COMPUTED,
+    ):
         self._scores = scores
         self._cache = cache
-        self._wanted_processors = processors
+        self._wanted = processors, program_kib
         self._made: tuple[torch.device, ScoreTerms, Processors] | None = None  # when the first tensors tell the device
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
@@ -51,7 +59,7 @@ class PagedAttention:
             decode(q, kv, out, meta, terms, processors, window=window, rotation=rotation, format=self._cache)
         if meta.longest:
             q = q if rotation is None else rotated(q, rotation, first=meta.num_decodes)
-            prefill(q, kv, out, meta, terms, window=window, format=self._cache)
+            prefill(q, kv, out, meta, terms, processors.program_kib, window=window, format=self._cache)
         return out
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
@@ -72,11 +80,11 @@ class PagedAttention:
                     turned = rotated(heads[:, : -kv.shape[2]], rotation, first=first)
                     q, k = turned[:, : -kv.shape[2]], turned[:, -kv.shape[2] :]
                 store(kv, k, v, meta.slots, first=first, format=self._cache)
-            prefill(q, kv, out, meta, terms, window=window, format=self._cache)
+            prefill(q, kv, out, meta, terms, processors.program_kib, window=window, format=self._cache)
         return out
 
     def _on(self, device: torch.device) -> tuple[ScoreTerms, Processors]:
         """What kernels on `device` need beside a step: made before anything is captured, kept for every replay."""
         if self._made is None or self._made[0] != device:
-            self._made = device, score_terms(self._scores, device), processors_of(device, self._wanted_processors)
+            self._made = device, score_terms(self._scores, device), processors_of(device, *self._wanted)
         return self._made[1:]

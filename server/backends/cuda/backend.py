@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from server.arch.spec import ArchSpec
+from server.backends.cuda import FLOAT8_SINCE
 from server.backends.cuda.adapters import CudaAdapted
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Shares
@@ -53,6 +54,10 @@ from server.quantisation.stored import Quantise, QuantisedWeight, Stored
 
 # Weights that are rounded together: for each piece the host launches 190 operators, and a GPU would wait for it.
 PIECE = 1 << 23
+# Compute capabilities: with which major numbers `grouped_mm` is one kernel that asks the host nothing, and what kernels
+# that are interpreted or only compiled count on.
+GROUPED_MM = (9, 10)
+BEST_KNOWN = (9, 0)
 
 
 class CudaBackend(ReferenceBackend):
@@ -71,10 +76,11 @@ class CudaBackend(ReferenceBackend):
         self.logits = KernelLogits()
         clock = EventClock(device.torch_device) if measures and dtype != torch.float32 else None
         self._chooser = Chooser(clock, (RuntimeError, TritonError))
-        is_older = device.torch_device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) < (9, 0)
-        self._products = Products(self._chooser, has_grouped_mm=not is_older, shares=Shares.read())
+        is_gpu = device.torch_device.type == "cuda"
+        capability = torch.cuda.get_device_capability(device.torch_device) if is_gpu else BEST_KNOWN
+        self._products = Products(self._chooser, has_grouped_mm=capability[0] in GROUPED_MM, shares=Shares.read())
         self._dtype = dtype
-        self._has_float8 = not is_older
+        self._has_float8 = capability >= FLOAT8_SINCE
         self._left: dict[str, None] = {}  # why weights were left to the reference, each once
         self._why_not_captured: str | None = None
 
@@ -98,7 +104,7 @@ class CudaBackend(ReferenceBackend):
 
     def _why_not(self, weight: QuantisedWeight) -> str | None:
         if weight.codes.dtype == FLOAT8 and not self._has_float8:
-            return "float8 needs compute capability 9.0"
+            return "float8 needs compute capability 8.9"
         return why_not_packed(weight)
 
     def _packed(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> CudaQuantised:

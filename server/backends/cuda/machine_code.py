@@ -31,11 +31,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-KIB = 1024
+from server.backends.cuda.kernels.splits import KIB, RESERVED_BYTES
+
 WARP = 32  # threads
 REGISTERS = 65536  # of a multiprocessor
 REGISTER_UNIT = 256  # registers, in which a warp takes them
-RESERVED_BYTES = KIB  # of shared memory, that every program takes beside its own
 
 # Of a line of machine code: its place, and its instruction, behind a predicate or not, with all parts of its name.
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)", re.MULTILINE)
@@ -56,12 +56,20 @@ class Processor:
     programs: int
 
 
-PROCESSORS = {
+PROCESSOR_OF = {
     "8.0": Processor(163 * KIB, 164 * KIB, 2048, 32),
+    "8.6": Processor(99 * KIB, 100 * KIB, 1536, 16),
     "8.9": Processor(99 * KIB, 100 * KIB, 1536, 24),
     "9.0": Processor(227 * KIB, 228 * KIB, 2048, 32),
     "10.0": Processor(227 * KIB, 228 * KIB, 2048, 32),
+    "12.0": Processor(99 * KIB, 100 * KIB, 1536, 24),
 }
+
+
+def number(capability: str) -> tuple[int, int]:
+    """ "8.9" → (8, 9), which can be compared."""
+    major, minor = capability.split(".")
+    return int(major), int(minor)
 
 
 class Disassembler:
@@ -128,12 +136,12 @@ class MachineCode:
     @property
     def fits(self) -> bool:
         """Whether a program finds enough shared memory."""
-        return self.shared_bytes <= PROCESSORS[self.capability].program_bytes
+        return self.shared_bytes <= PROCESSOR_OF[self.capability].program_bytes
 
     @property
     def programs_per_processor(self) -> int:
         """How many programs a multiprocessor has room for at the same time; 0 where none fits."""
-        room = PROCESSORS[self.capability]
+        room = PROCESSOR_OF[self.capability]
         registers_of_warp = -(-self.registers * WARP // REGISTER_UNIT) * REGISTER_UNIT
         by_registers = REGISTERS // (registers_of_warp * self.warps)
         by_memory = room.shared_bytes // (self.shared_bytes + RESERVED_BYTES)
@@ -145,7 +153,8 @@ class _Target:
     """Stands in for Triton's driver: names the target, has nothing to launch on."""
 
     def __init__(self, capability: str):
-        self._capability = int(capability.replace(".", ""))
+        major, minor = number(capability)
+        self._capability = 10 * major + minor
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._capability, WARP)

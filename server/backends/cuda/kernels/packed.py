@@ -36,6 +36,7 @@ from server.backends.cuda.kernels.linear import (
 from server.backends.cuda.packing import PackedWeight
 
 MAX_TILE_ROWS, MAX_GATED_ROWS = 128, 64
+WIDE_STEP = 128  # inputs; more are wide
 MOST_FEW_ROWS: tl.constexpr = tl.constexpr(16)
 
 
@@ -55,9 +56,11 @@ def packed_tilings(
         return Tiling(8, 128, step, 4, 4, 3), Tiling(8, 64, step, 5, 4, 3), Tiling(8, 32, step, 5, 4, 4)
     if padded <= 16:
         return Tiling(padded, 64, step, 5, 4, 3), Tiling(padded, 32, step, 5, 4, 4)
+    # Inputs of a step of 2 bits are twice as many: more stages than that would not fit into 99 KiB of shared memory.
+    fewer = step > WIDE_STEP
     if padded <= 64:
-        return Tiling(padded, 64, step, 4, 4, 2), Tiling(padded, 32, step, 4, 4, 2)
-    return (Tiling(padded, 64, step, 3, 4, 2),)
+        return Tiling(padded, 64, step, 4 - fewer, 4, 2), Tiling(padded, 32, step, 4 - fewer, 4, 2)
+    return (Tiling(padded, 64, step, 3 - fewer, 4, 2),)
 
 
 def multiply_packed(

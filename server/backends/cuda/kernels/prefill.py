@@ -18,6 +18,7 @@ from torch import Tensor
 
 from server.backends.cuda.kernels.cache import INT8, PLAIN, Stored, code_offsets, load_scales, numbers, scale_offsets
 from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, finish_scores, load_blocks, padded, with_sink
+from server.backends.cuda.kernels.splits import LEAST_PROGRAM_KIB
 from server.backends.protocol import StepMeta
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 
@@ -30,18 +31,26 @@ class Tiles:
     keys: int
     warps: int
     stages: int  # of the compiler's pipeline
+    kib: int = LEAST_PROGRAM_KIB  # of shared memory that a program must be able to have
 
 
-# By bytes of an element and the most features of a padded head: wide ones fill registers and shared memory. The list of
-# blocks takes every other stage of the pipeline, so that 5 of them load 2 tiles ahead, and 3 one. Exact float32
-# products leave the matrix units unused: those are small.
+# By bytes of an element and the most features of a padded head: wide ones fill registers and shared memory. The first
+# that fits is taken. The list of blocks takes every other stage of the pipeline, so that 5 of them load 2 tiles ahead,
+# and 3 one. Exact float32 products leave the matrix units unused: those are small.
 TILES = {
-    (2, 128): Tiles(queries=128, keys=64, warps=8, stages=5),
-    (2, 256): Tiles(queries=128, keys=32, warps=8, stages=5),
-    (2, 512): Tiles(queries=64, keys=32, warps=8, stages=3),
-    (4, 128): Tiles(queries=16, keys=32, warps=4, stages=1),
-    (4, 512): Tiles(queries=16, keys=16, warps=4, stages=1),
+    (2, 128): (Tiles(queries=128, keys=64, warps=8, stages=5),),
+    (2, 256): (Tiles(queries=128, keys=32, warps=8, stages=5, kib=163), Tiles(queries=64, keys=32, warps=8, stages=3)),
+    (2, 512): (Tiles(queries=64, keys=32, warps=8, stages=3, kib=163), Tiles(queries=32, keys=32, warps=8, stages=3)),
+    (4, 128): (Tiles(queries=16, keys=32, warps=4, stages=1),),
+    (4, 512): (Tiles(queries=16, keys=16, warps=4, stages=1),),
 }
+
+
+def choose_tiles(element_size: int, head_dim: int, program_kib: int) -> Tiles:
+    """The largest that fit into so much shared memory of a program."""
+    width = padded(head_dim)
+    fitting = next(tiles for (size, most), tiles in TILES.items() if size == element_size and width <= most)
+    return next(tiles for tiles in fitting if tiles.kib <= program_kib)
 
 
 def prefill(
@@ -50,17 +59,19 @@ def prefill(
     out: Tensor,
     meta: StepMeta,
     terms: ScoreTerms,
+    program_kib: int,
     *,
     window: int,
     format: KvFormat = AS_COMPUTED,
 ) -> None:
-    """Attend all rows of q [T, N, H] but the decodes' over kv [2, B, K, P, W] into those of out [T, N, H]."""
+    """Attend all rows of q [T, N, H] but the decodes' over kv [2, B, K, P, W] into those of out [T, N, H].
+
+    program_kib: shared memory that a program can have.
+    """
     heads, head_dim = q.shape[1:]
     stored = Stored.of(kv, format)
     assert q.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
-    tiles = next(
-        tiles for (size, most), tiles in TILES.items() if size == q.element_size() and padded(head_dim) <= most
-    )
+    tiles = choose_tiles(q.element_size(), head_dim, program_kib)
     chunks = len(meta.block_tables) - meta.num_decodes
     _prefill[(triton.cdiv(meta.longest, tiles.queries), heads, chunks)](
         q,

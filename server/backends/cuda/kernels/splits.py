@@ -24,6 +24,11 @@ from torch import Tensor
 
 from server.backends.cuda.kernels.common import LOWEST, with_sink
 
+KIB = 1024
+# Of shared memory, that every program takes beside its own.
+RESERVED_BYTES = KIB
+# That a program can have on all GPUs since compute capability 8.0 (GeForce, L4, L40S), and on those with most (H100).
+LEAST_PROGRAM_KIB, MOST_PROGRAM_KIB = 99, 227
 # Programs wanted for each multiprocessor: several must be under way for some to load while others compute.
 PROGRAMS_PER_PROCESSOR = 4
 # More parts than this cost more to combine than they gain.
@@ -42,14 +47,23 @@ class Processors:
     """
 
     count: int
+    program_kib: int  # of shared memory that a program can have
     arrivals: Tensor  # int32, one for each split sequence and each program's share of its heads
 
 
-def processors_of(device: torch.device, count: int | None) -> Processors:
-    """Fresh counts on `device`, of whose multiprocessors `count` are to be filled, None for all."""
+def processors_of(device: torch.device, count: int | None, program_kib: int | None) -> Processors:
+    """Fresh counts on `device`, of whose multiprocessors `count` are to be filled; None for what the device has."""
     count = count or torch.cuda.get_device_properties(device).multi_processor_count
+    program_kib = program_kib or _program_kib(device)
     # With more programs than half of what is wanted, `choose_splits` splits nothing.
-    return Processors(count, torch.zeros(PROGRAMS_PER_PROCESSOR * count // 2 + 1, dtype=torch.int32, device=device))
+    arrivals = torch.zeros(PROGRAMS_PER_PROCESSOR * count // 2 + 1, dtype=torch.int32, device=device)
+    return Processors(count, program_kib, arrivals)
+
+
+def _program_kib(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MOST_PROGRAM_KIB  # kernels are interpreted, or only compiled
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - RESERVED_BYTES) // KIB
 
 
 def choose_splits(programs: int, processors: int, tiles: int, rows: int = 1) -> int:

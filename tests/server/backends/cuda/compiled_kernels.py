@@ -21,7 +21,8 @@ from server.backends.cuda.kernels.convolution import FusedShortConv
 from server.backends.cuda.kernels.delta import FusedDelta
 from server.backends.cuda.kernels.mamba import FusedMamba
 from server.backends.cuda.kernels.routing import FusedRouting
-from server.backends.cuda.machine_code import MATRIX, MachineCode
+from server.backends.cuda.kernels.splits import LEAST_PROGRAM_KIB
+from server.backends.cuda.machine_code import MATRIX, MachineCode, compiled_for
 from server.backends.protocol import SOFTMAX, RouterRule, Scores, Summand, split_heads
 from server.backends.reference.linear import DenseFormat
 from server.blocks import BLOCK_SIZE
@@ -169,6 +170,19 @@ def test_attention_over_rows_that_are_keys_and_values_compiles(
     for code in (decode, prefill):
         assert any(code.instructions[name] for name in MATRIX) and code.programs_per_processor >= 1, code
         assert code.local_bytes == 0, code
+
+
+# RTX 3090 to 5090, A10, L4 and L40S, and the small ones of the newest architecture.
+@pytest.mark.parametrize("capability", in_suite(["8.9"], ["8.6", "12.0"]))
+@pytest.mark.parametrize("width", in_suite([256, 512], [64, 128]))
+def test_attention_fits_into_the_shared_memory_of_small_gpus(capability: str, width: int) -> None:
+    case = Case([*RAGGED, (60, 20)], (8, 4), width, plain, processors=MANY_SPLITS, rotation=(width // 2, HALVES))
+    kv, heads = case.inputs(torch.bfloat16, CPU)
+    with compiled_for(capability) as codes:
+        backend = PagedAttention(case.scores_on(CPU), case.processors, LEAST_PROGRAM_KIB)
+        backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
+    assert ["decode_group", "_rotate_and_store", "_prefill"] == [code.kernel for code in codes]
+    assert all(code.fits for code in codes), codes
 
 
 def zeros(*shape: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ with the weight.
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.around import finish_integers
 from server.backends.cuda.kernels.linear import Epilogue
-from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode
+from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode, compiled_for
 from server.quantisation.random_weight import Kind, noise
 from server.quantisation.stored import QuantisedWeight, RoundedInputs
 from tests.server.backends.cuda.compiled_cases import CPU, Operators, found
@@ -57,6 +58,19 @@ def test_products_read_ahead_and_spill_nothing(kind: str, rows: int, is_gated: b
     assert code.programs_per_processor >= tiling.resident, (tiling, code)
     assert code.full_instructions[WHOLE_UNITS], (tiling, code)
     assert sum(code.instructions[name] for name in MATRIX.get(kind, ("HMMA", "HGMMA"))), (tiling, code)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "is_gated"),
+    in_suite(
+        [("int2, groups of 64, zero points", 128, False)],
+        product(QUANTISED_KINDS, (8, 64), (True, False)),
+    ),
+)
+def test_products_fit_into_the_shared_memory_of_small_gpus(kind: str, rows: int, is_gated: bool) -> None:
+    with compiled_for("8.9") as codes:
+        launch_quantised(kind, rows, is_gated=is_gated)
+    assert all(code.fits for code in codes), codes
 
 
 @pytest.mark.parametrize("kind", in_suite([ZEROS], [PLAIN]))

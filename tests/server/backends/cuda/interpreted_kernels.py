@@ -156,7 +156,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 def test_every_program_of_a_split_sequence_has_a_place_to_arrive(processors: int) -> None:
     from server.backends.cuda.kernels.splits import choose_splits, processors_of
 
-    places = len(processors_of(CPU, processors).arrivals)
+    places = len(processors_of(CPU, processors, None).arrivals)
     assert 1 == choose_splits(places + 1, processors, tiles=1000)
     assert any(choose_splits(programs, processors, tiles=1000) > 1 for programs in range(1, places + 1))
 

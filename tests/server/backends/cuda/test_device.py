@@ -76,6 +76,15 @@ def test_the_hosts_tier_pins_what_it_needs_and_gives_it_back(
     assert not pinned
 
 
+def test_a_gpu_without_matrix_units_for_bfloat16_runs_the_reference_and_says_why(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    backend = choose(device, torch.float16)
+    assert ReferenceBackend is type(backend)
+    assert "the GPU kernels need compute capability 8.0, and this GPU has 7.5" == backend.description
+
+
 def test_an_amd_gpu_runs_the_reference_and_says_why(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its compute capability, as torch calls it, is 9.4 or 9.0, and its torch may have a Triton."""
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
