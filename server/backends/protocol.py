@@ -541,12 +541,16 @@ class Logits(Protocol):
         """What `race` takes from the logits of one token [R, 1] of each row, to compare what is left: [R, 1]."""
 
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int, gather: Gather | None) -> Tensor:
-        """The k-th best logit [R, 1] of all ranks' float32 logits. k: [R, 1] int64, none above `most`."""
+        """The k-th best logit [R, 1] of all ranks' float32 logits, or any below it where they are no more than k.
+
+        k: [R, 1] int64, above `most` only where that is so.
+        """
 
     def top_p_threshold(self, logits: Tensor, p: Tensor, gather: Gather | None) -> Tensor:
         """The least likely logit [R, 1] that belongs to the most likely tokens whose probabilities reach p [R, 1].
 
-        logits: float32. Sums are rounded: a token at which the probabilities reach p but for that may go or stay.
+        logits: float32. Sums are rounded: a token at which the probabilities reach p but for that may go or stay. A p
+        of 1 may be reached by some, or keep all.
         """
 
     def typical_bounds(self, logits: Tensor, mass: Tensor, gather: Gather | None) -> TypicalBounds:

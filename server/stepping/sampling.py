@@ -371,7 +371,7 @@ def choose_captured(
     is_drawn, temperature, p = settings[0] > 0, columns[1].float(), columns[3].float()
     k, low, high = columns[2].long(), columns[4].long(), columns[5].long()
     logits = logits.float() / temperature
-    threshold = vocabulary.top_k_threshold(logits, torch.where(k > 0, k, vocabulary.size), vocabulary.size)
+    threshold = vocabulary.top_k_threshold(logits, torch.where(k > 0, k, vocabulary.size + 1), vocabulary.size)
     logits = logits.masked_fill(logits < threshold, float("-inf"))
     # The sums of a p of 1 are rounded: they might leave out what is hardly likely.
     threshold = vocabulary.top_p_threshold(logits, p).masked_fill(p >= 1, float("-inf"))

@@ -92,10 +92,10 @@ class KernelLogits(StockLogits):
         return noise
 
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int, gather: Gather | None) -> Tensor:
-        return _search(logits, None, None, k, gather)
+        return _search(logits, None, None, k, most + 1, gather)
 
     def top_p_threshold(self, logits: Tensor, p: Tensor, gather: Gather | None) -> Tensor:
-        return _search(logits, logits, self._log_totals(logits, gather), p, gather)
+        return _search(logits, logits, self._log_totals(logits, gather), p, 1.0, gather)
 
     def typical_bounds(self, logits: Tensor, mass: Tensor, gather: Gather | None) -> TypicalBounds:
         log_totals = self._log_totals(logits, gather)
@@ -105,7 +105,7 @@ class KernelLogits(StockLogits):
         if gather is not None:
             entropy = torch.cat(gather(entropy), dim=-1).sum(dim=-1, keepdim=True)
         nearness = -(surprisal - entropy).abs()
-        reach = -_search(nearness, logits, log_totals, mass, gather)
+        reach = -_search(nearness, logits, log_totals, mass, 1.0, gather)
         return TypicalBounds(log_totals, entropy, reach)
 
     def _log_totals(self, logits: Tensor, gather: Gather | None) -> Tensor:
@@ -119,12 +119,17 @@ def _integers(logits: Tensor, *shape: int) -> Tensor:
 
 
 def _search(
-    scores: Tensor, logits: Tensor | None, log_totals: Tensor | None, wanted: Tensor, gather: Gather | None
+    scores: Tensor,
+    logits: Tensor | None,
+    log_totals: Tensor | None,
+    wanted: Tensor,
+    everything: float,
+    gather: Gather | None,
 ) -> Tensor:
     """The largest score [R, 1] such that the tokens that score no less are as many, or as probable, as is wanted.
 
     scores: [R, V] float32; logits: [R, V] float32, from which probabilities come, with log_totals [R, 1], or None to
-    count tokens; wanted: [R, 1].
+    count tokens; wanted: [R, 1]; everything: from which on nothing is searched, and the score is minus infinity.
     """
     rows, width = scores.shape
     parts = triton.cdiv(width, kernels.SEARCH_PART)
@@ -143,6 +148,7 @@ def _search(
             0 if logits is None else logits.stride(0),
             log_totals,
             wanted,
+            everything,
             prefixes[index],
             total,
             sums,
@@ -157,5 +163,5 @@ def _search(
         total = sums if gather is None else torch.cat(gather(sums))
         constants["PARTS"] = triton.next_power_of_2(len(total))
     thresholds = torch.empty(rows, 1, dtype=torch.float32, device=scores.device)
-    kernels.finish[(rows,)](wanted, prefixes[kernels.PASSES], total, thresholds, len(total), **constants)
+    kernels.finish[(rows,)](wanted, everything, prefixes[kernels.PASSES], total, thresholds, len(total), **constants)
     return thresholds

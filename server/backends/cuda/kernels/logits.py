@@ -185,7 +185,7 @@ def _advance(prefix, sums, wanted, row, Q, shift, C: tl.constexpr, PARTS: tl.con
 
 
 # A row of `prefixes` begins wherever R puts it: a step of another size must not wait for another compilation.
-@triton.jit(do_not_specialize=["shift", "Q"], do_not_specialize_on_alignment=["prefixes"])
+@triton.jit(do_not_specialize=["everything", "shift", "Q"], do_not_specialize_on_alignment=["prefixes"])
 def sum_parts(
     scores,
     score_stride,
@@ -193,6 +193,7 @@ def sum_parts(
     logit_stride,
     log_totals,
     wanted,
+    everything,
     prefixes,
     sums_before,
     sums,
@@ -208,9 +209,12 @@ def sum_parts(
     """One part in one pass: how many tokens score no less than each candidate, or how probable they are, in [P, R, C].
 
     Candidates are the prefix that earlier passes have found, with every value of the bits at `shift`. prefixes: [R]
-    as the pass before found them, followed by those that this one finds; sums_before: [Q, R, C] of that pass.
+    as the pass before found them, followed by those that this one finds; sums_before: [Q, R, C] of that pass. A row
+    that wants everything is left out.
     """
     row, part, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
+    if tl.load(wanted + row) >= everything:
+        return
     prefix = tl.zeros([1], tl.uint32)
     if shift < 32 - BITS:
         before = tl.load(prefixes + row + tl.arange(0, 1)).to(tl.uint32, bitcast=True)
@@ -234,10 +238,11 @@ def sum_parts(
     tl.store(sums + place, tl.sum(total, axis=1))
 
 
-@triton.jit(do_not_specialize=["Q"], do_not_specialize_on_alignment=["prefixes"])
-def finish(wanted, prefixes, sums, thresholds, Q, PARTS: tl.constexpr, C: tl.constexpr):
-    """One row: the score that the last pass has found, in [R]."""
+@triton.jit(do_not_specialize=["everything", "Q"], do_not_specialize_on_alignment=["prefixes"])
+def finish(wanted, everything, prefixes, sums, thresholds, Q, PARTS: tl.constexpr, C: tl.constexpr):
+    """One row: the score that the last pass has found, in [R]; minus infinity where everything is wanted."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.load(prefixes + row + tl.arange(0, 1)).to(tl.uint32, bitcast=True)
     keys = _advance(before, sums, wanted, row, Q, 0, C, PARTS)
+    keys = tl.where(tl.load(wanted + row) >= everything, _LOWEST, keys).to(tl.uint32)
     tl.store(thresholds + row + tl.arange(0, 1), _unordered(keys))

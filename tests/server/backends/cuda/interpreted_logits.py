@@ -114,6 +114,16 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(width: int, spread: float, 
     check_top_p(with_removed(logits_of(len(p), width, spread=spread)), p)
 
 
+def test_a_row_that_wants_everything_keeps_all_beside_others() -> None:
+    logits = logits_of(3, 4100)
+    for wanted, search in [
+        (torch.tensor([[50], [4101], [4100]]), lambda k: KERNELS.top_k_threshold(logits, k, 4100, None)),
+        (torch.tensor([[0.9], [1.0], [0.5]]), lambda p: KERNELS.top_p_threshold(logits, p, None)),
+    ]:
+        expected = search(wanted)
+        assert float("-inf") == expected[1] and all(expected[[0, 2]] > float("-inf"))
+
+
 def test_a_search_in_tiles_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SEARCH_PART", 3 * kernels.SEARCH_TILE)
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(3)) * 4
@@ -136,7 +146,7 @@ def test_logits_of_the_coldest_temperature_and_the_largest_penalty(large_tiles: 
     check_summary(logits, 3)
     check_race(logits)
     least = torch.full((4, 1), 1.2e-38)
-    for p in (least, least + 0.9, least + 1.0):
+    for p in (least, least + 0.9, least + 0.9999):
         check_top_k(logits, torch.full((4, 1), 3))
         assert (1,) == tuple(kept(logits, KERNELS.top_p_threshold(logits, p, None)).sum(dim=-1).unique())
         bounds = KERNELS.typical_bounds(logits, p, None)
