@@ -64,6 +64,7 @@ class Writing:
     Each call is `mark`, `begin`, its name, `middle`, its arguments, `end`; all of them are `open_mark`, `open`, the
     calls with `between` between them, `close`. needs: a mark that only the tokenizers of models that write so have.
     is_numbered: the name is followed by a colon and the number of the call. is_single: an answer has one call at most.
+    in_tags: the arguments are written in the tags of the format.
     """
 
     mark: str = ""
@@ -77,6 +78,12 @@ class Writing:
     needs: str = ""
     is_numbered: bool = False
     is_single: bool = False
+    in_tags: bool = False
+
+    @property
+    def first_mark(self) -> str:
+        """What calls begin with, if with a mark."""
+        return self.open_mark or self.mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +91,18 @@ class ToolFormat:
     """How models write a call: `begin`, JSON with the name and the arguments, `end`.
 
     An answer may also begin with the JSON itself where `is_bare`, and the JSON of several calls may be a list, or have
-    `separators` between them. With `is_python`, a list may have calls in Python's notation. With `quote`, a call may be
-    written as Gemma 4 does, which has this mark around texts and none around names. With `before_arguments`, a
-    call may also be its name, behind `before_name`, this mark, and its arguments. With `tags`, a call may have its
-    arguments in tags. `around` are marks around all calls that say nothing, and `within` those inside a call.
-    behind_arguments: characters between arguments and `end`. writings: how a grammar has a model write it; the first
-    whose needs are met. channels: as of a `ReasoningFormat`.
+    `separators` between them. Where it `may_be_fenced`, all that may stand in a block of code. With `is_python`, a list
+    may have calls in Python's notation. With `quote`, a call may be written as Gemma 4 does, which has this mark around
+    texts and none around names. With `before_arguments`, a call may also be its name, behind `before_name`, this mark,
+    and its arguments. With `tags`, a call may have its arguments in tags. `around` are marks around all calls that say
+    nothing, and `within` those inside a call. behind_arguments: characters between arguments and `end`. writings: how a
+    grammar has a model write it; the first whose needs are met. channels: as of a `ReasoningFormat`.
     """
 
     begin: str
     end: str = ""
     is_bare: bool = False
+    may_be_fenced: bool = False
     is_python: bool = False
     quote: str = ""
     separators: str = ""
@@ -109,6 +117,17 @@ class ToolFormat:
     writings: tuple[Writing, ...] = (Writing(between="\n"),)
     ids_of_nine: bool = False  # its templates want ids of calls that are 9 letters or digits
     ids_of_names: bool = False  # they want `functions.NAME:NUMBER`
+
+    def writing(self, tokens: Container[str]) -> Writing:
+        """How a model calls whose tokenizer has these marks."""
+        return next(one for one in self.writings if not one.needs or one.needs in tokens)
+
+    def written_so(self, writing: Writing) -> ToolFormat:
+        """The same without what a grammar that has calls written so does not hold."""
+        has_mark = bool(writing.first_mark)
+        return replace(
+            self, begins_with_names=False, is_bare=self.is_bare and not has_mark, begin=self.begin if has_mark else ""
+        )
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -243,7 +262,14 @@ TOOLS: Mapping[str, ToolFormat] = {
         "</tool_call>",
         tags=OF_FUNCTIONS,
         writings=(
-            Writing("<tool_call>", begin="\n<function=", middle=">\n", end="</function>\n</tool_call>", between="\n"),
+            Writing(
+                "<tool_call>",
+                begin="\n<function=",
+                middle=">\n",
+                end="</function>\n</tool_call>",
+                between="\n",
+                in_tags=True,
+            ),
         ),
     ),
     "seed": ToolFormat(
@@ -257,6 +283,7 @@ TOOLS: Mapping[str, ToolFormat] = {
                 middle=">\n",
                 end="</function>\n</seed:tool_call>",
                 between="\n",
+                in_tags=True,
             ),
         ),
     ),
@@ -264,13 +291,13 @@ TOOLS: Mapping[str, ToolFormat] = {
         "<tool_call>",
         "</tool_call>",
         tags=OF_KEYS,
-        writings=(Writing("<tool_call>", begin="", middle="\n", end="</tool_call>", between="\n"),),
+        writings=(Writing("<tool_call>", begin="", middle="\n", end="</tool_call>", between="\n", in_tags=True),),
     ),
     "glm47": ToolFormat(
         "<tool_call>",
         "</tool_call>",
         tags=replace(OF_KEYS, is_on_lines=False),
-        writings=(Writing("<tool_call>", begin="", middle="", end="</tool_call>"),),
+        writings=(Writing("<tool_call>", begin="", middle="", end="</tool_call>", in_tags=True),),
     ),
     "minimax": ToolFormat(
         "<minimax:tool_call>",
@@ -283,6 +310,7 @@ TOOLS: Mapping[str, ToolFormat] = {
                 end="</invoke>",
                 open_mark="<minimax:tool_call>",
                 close="\n</minimax:tool_call>",
+                in_tags=True,
             ),
         ),
     ),
@@ -345,8 +373,8 @@ TOOLS: Mapping[str, ToolFormat] = {
         is_python=True,
         writings=(Writing("<|tool_call_start|>", end="}<|tool_call_end|>"),),
     ),
-    "pythonic": ToolFormat("<|python_start|>", "<|python_end|>", is_bare=True, is_python=True),
-    "json": ToolFormat("", is_bare=True, separators=";,"),
+    "pythonic": ToolFormat("<|python_start|>", "<|python_end|>", is_bare=True, is_python=True, separators=";,"),
+    "json": ToolFormat("", is_bare=True, may_be_fenced=True, separators=";,"),
 }
 
 # What a template with tools of the format has, the first that holds.

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.chat.arguments import NOTHING, Arguments
 from router.chat.formats import ReasoningFormat, Tags, ToolFormat, Writing
-from router.chat.tags import choices_of, resolved, schema_of_argument, types_of
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.errors import ValidationError
-from router.grammars.json_schema import any_of, moved, typed
+from router.grammars.json_schema import alone, any_of, moved, typed
+from router.requests.grammars import MOST_BYTES, quoted, refuse_size
 from router.scheduling.grammar import Grammar, GrammarKind
 
 # JSON as Python writes it, which models have read most.
@@ -33,11 +34,17 @@ DEFINED = re.compile(r"^([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
 TOKEN = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\n]*>|\bstart\b')
 # The names that are defined here.
 OURS = re.compile(
-    r"answer|words|calls?|call_\d+(_\d+(_text)*)?|called|unmarked|wanted|(thoughts|up_to)(_text)?|thinking|TEXT|NO_CALL"
+    r"answer|words|calls?|call_\d+(_(\d+|other)(_text)*)?|called|unmarked|wanted|(thoughts|up_to)(_text)?|thinking|TEXT|NO_CALL"
 )
-UNESCAPED_SLASH = re.compile(r"((?:^|[^\\])(?:\\\\)*)/")
+ESCAPED_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
 BLANKS = r"/\s{0,4}/"
 OF_TEXTS = ("pattern", "minLength", "maxLength", "format")  # keywords of schemas that hold texts to something
+# Those that hold an object to something, beside its arguments one by one.
+OF_OBJECTS = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties"),
+    *("dependentRequired", "dependentSchemas"),
+)
+OTHER_NAME = r"/[\w.$-]{1,64}/"  # of an argument that is not declared
 WANTED = "wanted"  # the rule for what a client asks for beside calls
 
 
@@ -51,19 +58,17 @@ class AnswerGrammar:
 
     def calls(self, its: ToolFormat, offered: Offer, *, is_within: bool = False) -> str | None:
         """What holds the answer; None where it is free. is_within: whether the answer begins within reasoning."""
-        writing = self._writing(its)
-        if offered.choice.mode == "required":
-            answer = ["answer: calls"]
-        elif any(tool.strict for tool in offered.tools):
-            answer = self._optional_calls(writing, offered)
-        else:
+        if not offered.is_held:
             return None
+        writing = its.writing(self.token_ids)
+        is_required = offered.choice.mode == "required"
+        answer = ["answer: calls"] if is_required else self._optional_calls(writing, offered)
         return self._lark([*answer, *self._calls(its, writing, offered)], is_within=is_within)
 
     def calls_or(self, wanted: Grammar, its: ToolFormat, offered: Offer, *, is_within: bool = False) -> str:
         """What holds an answer to calls or to this grammar, as the model chooses."""
-        writing = self._writing(its)
-        if wanted.kind is GrammarKind.JSON_SCHEMA and not (writing.open_mark or writing.mark):
+        writing = its.writing(self.token_ids)
+        if wanted.kind is GrammarKind.JSON_SCHEMA and not writing.first_mark:
             return self._lark([_json("answer", _call_or(wanted, writing, offered))], is_within=is_within)
         calls = [*self._wanted("words"), _rule(WANTED, wanted), *self._calls(its, writing, offered)]
         return self._lark(["answer: calls | words", *calls], is_within=is_within)
@@ -80,10 +85,6 @@ class AnswerGrammar:
     def _answer_mark(self) -> str:
         return self.reasoning.answer if self.reasoning is not None else ""
 
-    def _writing(self, its: ToolFormat) -> Writing:
-        """How this model writes calls in the format."""
-        return next(one for one in its.writings if not one.needs or one.needs in self.token_ids)
-
     def _lark(self, answer: Sequence[str], *, is_within: bool) -> str:
         return "\n".join(["%llguidance {}", *self._start(is_within), *answer, f"TEXT: {ANYTHING}", ""])
 
@@ -97,11 +98,11 @@ class AnswerGrammar:
             *self._up_to("thoughts", its.end),
             f"thinking: {self._written(its.begin + its.label)} thoughts {behind}",
         ]
-        before = f"thoughts {BLANKS}" if is_within else f"(thinking {BLANKS})?"
+        before = f"thoughts {behind} {BLANKS}" if is_within else f"(thinking {BLANKS})?"
         return [f"start: {before} answer", *thoughts]
 
     def _optional_calls(self, writing: Writing, offered: Offer) -> list[str]:
-        mark = writing.open_mark or writing.mark
+        mark = writing.first_mark
         if self._answer_mark:
             return [f"answer: {self._written(self._answer_mark)} TEXT | calls"]
         if not mark:
@@ -112,14 +113,16 @@ class AnswerGrammar:
 
     def _calls(self, its: ToolFormat, writing: Writing, offered: Offer) -> list[str]:
         """All calls as they are written, and one: with its mark, and without."""
-        tools, tags = offered.callable_tools, its.tags
+        tools, tags = offered.callable_tools, its.tags if writing.in_tags else None
         opened = self._written(writing.open_mark + writing.open)
         numbers = " | ".join(f"call_{number}" for number in range(len(tools)))
         return [
             f"calls: {opened} {self._sequence(writing, offered)}",
             f"call: {self._written(writing.mark)} unmarked",
             f"unmarked: {numbers}",
-            *(line for number, tool in enumerate(tools) for line in self._call(f"call_{number}", writing, tool, tags)),
+            *_bounded(
+                line for number, tool in enumerate(tools) for line in self._call(f"call_{number}", writing, tool, tags)
+            ),
         ]
 
     def _sequence(self, writing: Writing, offered: Offer) -> str:
@@ -127,62 +130,43 @@ class AnswerGrammar:
         more = f" ({self._written(writing.between)} call)*" if is_parallel else ""
         return f"call{more} {self._written(writing.close)}"
 
-    def _call(self, name: str, writing: Writing, tool: Tool, tags: Tags | None) -> list[str]:
+    def _call(self, name: str, writing: Writing, tool: Tool, tags: Tags | None) -> Iterator[str]:
         """The rule of this name for a call of a tool, and those that it needs."""
         number = '":" /[0-9]{1,3}/' if writing.is_numbered else ""
         before = f"{self._written(writing.begin + tool.name)} {number} {self._written(writing.middle)}"
         behind = self._written(writing.end)
         if tags is None:
-            return [f"{name}: {before} %json {json.dumps(schema_of(tool), ensure_ascii=False)} {behind}"]
-        schema = schema_of(tool)
-        root = resolved(schema, schema)
-        properties = root.get("properties")
-        arguments = list(properties) if isinstance(properties, Mapping) else []
-        named = root.get("required")
-        required = [key for key in named if isinstance(key, str)] if isinstance(named, list) else []
-        if tool.strict and (missing := set(required) - set(arguments)):
-            raise ValidationError(
-                f"the strict function {tool.name} requires {min(missing)[:64]}, which is not in `properties`: add it"
-            )
-        each = [f"{name}_{at}" if key in required else f"({name}_{at})?" for at, key in enumerate(arguments)]
-        return [
-            f"{name}: {before} {' '.join(each)} {behind}",
-            *(
-                line
-                for at, key in enumerate(arguments)
-                for line in self._argument(f"{name}_{at}", tags, schema, key, tool)
-            ),
-        ]
+            yield f"{name}: {before} %json {json.dumps(schema_of(tool), ensure_ascii=False)} {behind}"
+            return
+        its = _TaggedCall.of(tool, tags)
+        each = []
+        for at, key in enumerate(its.known.schemas):
+            its.check_name(key)
+            each.append(f"{name}_{at}" if key in its.known.required else f"({name}_{at})?")
+            yield from self._argument(f"{name}_{at}", its, quoted(key), its.known.of(key), key)
+        if (schema := its.known.others) is not None:
+            each.append(f"({name}_other)*")
+            yield from self._argument(f"{name}_other", its, OTHER_NAME, schema, "that is not declared")
+        yield f"{name}: {before} {' '.join(each)} {behind}"
 
-    def _argument(self, name: str, tags: Tags, schema: Mapping[str, Any], key: str, tool: Tool) -> list[str]:
-        """The rule for an argument between its tags: a value in JSON, or what may be a text as it is."""
+    def _argument(self, rule: str, its: _TaggedCall, name: str, schema: Any, told: str) -> Iterator[str]:
+        """The rule for an argument between its tags, and those that it needs. name: in Lark; told: for people."""
+        tags = its.tags
         line = "\n" if tags.is_on_lines else ""
         value_of = f"{line}{tags.value}" if tags.value else ""
-        padding = tags.padding if tags.writes_padding else ""
-        before, behind = self._written(f"{tags.key}{key}{tags.key_end}{value_of}{padding}"), self._written(line)
-        end, found = padding + tags.value_end, schema_of_argument(schema, key)
-        types, choices = types_of(found, schema), choices_of(found, schema)
-        if choices is not None:
-            texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices]
-            readable = [text for text in dict.fromkeys(texts) if tags.value_end not in text]
-            options = " | ".join(map(_quoted, readable or texts))
-            return [f"{name}: {before} ({options}) {self._written(end)} {behind}"]
-        if not types or "string" in types:
-            if tool.strict and (bound := next((one for one in OF_TEXTS if one in found), None)) is not None:
-                raise ValidationError(
-                    f"the argument {key[:64]} of the strict function {tool.name} has `{bound}`, to which a text "
-                    "between tags is not held: leave it or `strict` out"
-                )
-            return [f"{name}: {before} {name}_text {behind}", *self._up_to(f"{name}_text", end)]
-        whole = moved({one: value for one, value in schema.items() if one != "x-guidance"}, "#/$defs/it")
-        its = resolved(schema, schema)["properties"][key]
-        held = {**moved(its, "#/$defs/it"), "$defs": {"it": whole}, "x-guidance": schema["x-guidance"]}
-        return [f"{name}: {before} %json {json.dumps(held, ensure_ascii=False)} {self._written(end)} {behind}"]
+        before = f"{self._written(tags.key)} {name} {self._written(f'{tags.key_end}{value_of}{its.padding}')}"
+        behind = self._written(line)
+        if its.is_text(schema, told):
+            yield f"{rule}: {before} {rule}_text {behind}"
+            yield from self._up_to(f"{rule}_text", tags.value_end)
+        else:
+            end = self._written(its.padding + tags.value_end)
+            yield f"{rule}: {before} {its.value(schema)} {end} {behind}"
 
     def _up_to(self, name: str, mark: str) -> list[str]:
         """The rule for a text up to and including the first of these marks."""
         id = self.token_ids.get(mark)
-        as_text = [f"{name}_text[lazy]: TEXT {_quoted(mark)}"]
+        as_text = [f"{name}_text[lazy]: TEXT {quoted(mark)}"]
         if id is None:
             return [f"{name}: {name}_text", *as_text]
         return [f"{name}: TEXT <[{id}]> | {name}_text", *as_text]  # a mark in letters is one for readers too
@@ -195,8 +179,8 @@ class AnswerGrammar:
     def _part(self, part: str) -> str:
         id = self.token_ids.get(part)
         if id is None:
-            return _quoted(part)
-        return f"<[{id}]>" if id in self.special else f"(<[{id}]> | {_quoted(part)})"
+            return quoted(part)
+        return f"<[{id}]>" if id in self.special else f"(<[{id}]> | {quoted(part)})"
 
 
 def _rule(name: str, wanted: Grammar) -> str:
@@ -262,10 +246,84 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     return {**closed, **parameters, "type": "object", "x-guidance": {**STYLE, "lenient": not tool.strict}}
 
 
+@dataclass(frozen=True, slots=True)
+class _TaggedCall:
+    """A call whose arguments stand between tags. style: of values in JSON."""
+
+    tool: Tool
+    tags: Tags
+    known: Arguments
+    style: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tool: Tool, tags: Tags) -> _TaggedCall:
+        """Raises ValidationError for what a call of a strict function is not held to."""
+        schema = schema_of(tool)
+        its = cls(tool, tags, Arguments(schema), {"x-guidance": schema.pop("x-guidance")})
+        if not tool.strict:
+            return its
+        if missing := its.known.required - its.known.schemas.keys():
+            raise its._refused(f"requires {min(missing)[:64]}, which is not in `properties`: add it")
+        if (keyword := next((one for one in OF_OBJECTS if one in its.known.own), None)) is not None:
+            raise its._refused(
+                f"has `{keyword}` beside its `properties`, to which arguments between tags are not held: "
+                "leave it or `strict` out"
+            )
+        return its
+
+    @property
+    def padding(self) -> str:
+        """What is written around values."""
+        return self.tags.padding if self.tags.writes_padding else ""
+
+    def check_name(self, name: str) -> None:
+        """Raises ValidationError for a name that no tag can have."""
+        if not name or name != name.strip() or self.tags.key_end in name:
+            raise self._refused(
+                f"has an argument of the name {name[:64]!r}, which a tag cannot have: leave out blanks around it and "
+                f"{self.tags.key_end}"
+            )
+
+    def is_text(self, schema: Any, told: str) -> bool:
+        """Whether a value may be any text, as it is. Raises ValidationError for what such a one is not held to."""
+        types, choices = self.known.types(schema), self.known.choices(schema)
+        if choices or (types and "string" not in types):
+            return False
+        for one in self.known.alternatives(schema) or () if self.tool.strict else ():
+            if "$ref" in one or (one is NOTHING and isinstance(schema, Mapping) and "$ref" in schema):
+                raise self._refused(f"has an argument {told[:64]} whose schema is not there: define it in `$defs`")
+            if (keyword := next((name for name in OF_TEXTS if name in one), None)) is not None:
+                raise self._refused(
+                    f"has an argument {told[:64]} with `{keyword}`, to which a text between tags is not held: "
+                    "leave it or `strict` out"
+                )
+        return True
+
+    def value(self, schema: Any) -> str:
+        """In Lark, a value that is no text, or one of some."""
+        if not (choices := self.known.choices(schema)):
+            held = {**alone(schema, self.known.root), **self.style}
+            return f"%json {json.dumps(held, ensure_ascii=False)}"
+        texts = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices]
+        readable = [text for text in dict.fromkeys(texts) if self.tags.value_end not in text]
+        return f"({' | '.join(map(quoted, readable or texts))})"
+
+    def _refused(self, why: str) -> ValidationError:
+        kind = "strict function" if self.tool.strict else "function"
+        return ValidationError(f"the {kind} {self.tool.name} {why}")
+
+
+def _bounded(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, as long as they are no more than a grammar may have. Raises ValidationError."""
+    size = 0
+    for line in lines:
+        size += len(line)
+        if size > MOST_BYTES:
+            refuse_size()
+        yield line
+
+
 def _between_slashes(expression: str) -> str:
     """A regular expression as Lark has it between slashes: on one line, with its own slashes escaped."""
-    return UNESCAPED_SLASH.sub(r"\1\/", expression).replace("\n", r"\n")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    escaped = ESCAPED_OR_SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], expression)
+    return escaped.replace("\n", r"\n")

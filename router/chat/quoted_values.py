@@ -7,15 +7,25 @@ is neither a text, a list nor an object is a word: a number, `true`, `false`, `n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+from contextlib import suppress
 
-from router.chat.streamed_values import JsonReader, Marks, Source, Steps, inside_quotes
+from router.chat.streamed_values import (
+    WORDS,
+    JsonReader,
+    Marks,
+    NotThis,
+    Sink,
+    Source,
+    Steps,
+    decoded,
+    inside_quotes,
+    json_of,
+)
 
-Sink = Callable[[str], None]
 CLOSES = {"{": "}", "[": "]"}
 ENDS_OF_KEYS = ":"
 ENDS_OF_WORDS = ",}]"
-WORDS = {"True": "true", "False": "false", "None": "null", "": "null"}
+NO_WORD = "null"  # stands for the value of which nothing is written
 
 
 class QuotedReader:
@@ -62,37 +72,29 @@ class QuotedReader:
                 sink((yield from self._word()))
 
     def _key(self) -> Steps[str]:
+        parts: list[str] = []
         if (yield from self._source.accept(self._quote)):  # for what is no name
-            parts: list[str] = []
-            yield from self._up_to(self._text_end, parts.append)
-            yield from self._up_to(self._key_end, lambda _: None, keeps=(self._end_mark,))
-            return "".join(parts)
-        parts = []
-        yield from self._up_to(self._key_end, parts.append, keeps=(self._end_mark,))
-        return "".join(parts).strip()
+            yield from self._source.pass_on(self._text_end, parts.append)
+        elif (yield from self._source.skip_blanks()) == '"':
+            yield from JsonReader(self._source).value(parts.append)
+            with suppress(NotThis):
+                parts = [decoded("".join(parts))]
+        else:
+            yield from self._source.pass_on(self._key_end, parts.append, keeps=(self._end_mark,))
+            return "".join(parts).strip()
+        yield from self._source.pass_on(self._key_end, lambda _: None, keeps=(self._end_mark,))
+        return "".join(parts)
 
     def _text(self, sink: Sink) -> Steps[None]:
         sink('"')
-        yield from self._up_to(self._text_end, lambda text: sink(inside_quotes(text)))
+        yield from self._source.pass_on(self._text_end, lambda text: sink(inside_quotes(text)))
         sink('"')
 
     def _word(self) -> Steps[str]:
-        parts: list[str] = []
-        yield from self._up_to(self._word_end, parts.append, keeps=(*ENDS_OF_WORDS, self._end_mark))
-        word = "".join(parts).strip()
-        word = WORDS.get(word, word)
-        try:
-            json.loads(word, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            return json.dumps(word, ensure_ascii=False)
-        return word
-
-    def _up_to(self, marks: Marks, sink: Sink, keeps: Container[str] = ()) -> Steps[None]:
-        mark = ""
-        while not mark:
-            text, mark = yield from self._source.until(marks, keeps)
-            sink(text)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN and the infinities, which JSON does not have
+        text, _ = yield from self._source.text_up_to(self._word_end, keeps=(*ENDS_OF_WORDS, self._end_mark))
+        word = text.strip()
+        word = WORDS.get(word, word) or NO_WORD
+        with suppress(NotThis):
+            json_of(word)
+            return word
+        return json.dumps(word, ensure_ascii=False)

@@ -10,16 +10,16 @@ reader takes them out again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from router.chat.channels import HeaderReader
+from router.chat.channels import Header, HeaderReader
 from router.chat.formats import ReasoningFormat, ToolFormat
 from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
 from router.chat.quoted_values import QuotedReader
-from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Source, Steps, decoded
+from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Sink, Source, Steps, decoded
 from router.chat.tags import TaggedReader
 from router.chat.tools import MOST_NAME
 
@@ -28,6 +28,7 @@ NAMES = ("name", "tool_name")
 ARGUMENTS = ("arguments", "parameters")
 BESIDE = ("type", "id", "tool_call_id")  # keys of a call that may come before its name
 NOTHING = "{}"
+FENCE = "```"  # of a block of code
 BETWEEN_MESSAGES = "\n\n"  # of one kind
 BEHIND_NAMES = re.compile(r"[\[:]")  # an id in a mark of its own, or a number
 Visible = type[Text] | type[Reasoning]
@@ -48,13 +49,23 @@ class ReadingRules:
 
 
 class Reader:
-    """An AnswerReader. is_reasoning: whether the prompt ends within reasoning."""
+    """An AnswerReader.
+
+    is_reasoning: whether the prompt ends within reasoning; is_wrapped: behind the mark that an answer in words begins
+    with.
+    """
 
     def __init__(
-        self, rules: ReadingRules, is_reasoning: bool = False, make_id: Callable[[], str] = new_call_id
+        self,
+        rules: ReadingRules,
+        is_reasoning: bool = False,
+        make_id: Callable[[], str] = new_call_id,
+        *,
+        is_wrapped: bool = False,
     ) -> None:
         self._rules = rules
         self._is_reasoning = is_reasoning
+        self._is_wrapped = is_wrapped
         self._make_id = make_id
         self.is_in_call = False
         self._stretch: tuple[Visible, Marks] | None = None  # what there is until one of these marks
@@ -96,9 +107,8 @@ class Reader:
             if channels := self._channels:
                 yield from self._messages(channels)
             yield from self._reasoning()
-            if self._rules.tool_format is None:
-                yield from self._rest()
-            yield from self._text_and_calls(self._rules.tool_format or self._calls_format)
+            yield from self._opening()
+            yield from self._text_and_calls(self._calls_format)
         self._pieces.text(self._source.recorded())
         self._pieces.end()
 
@@ -167,42 +177,62 @@ class Reader:
         """Marks around an answer in words, which say nothing."""
         return self._rules.reasoning.wrappers if self._rules.reasoning is not None else ()
 
-    def _rest(self) -> Steps[None]:
-        marks = Marks(self._wrappers)
-        while True:
-            self._stretch = (Text, marks)
-            text, mark = yield from self._source.until(marks)
-            self._pieces.text(text)
-            if mark:
-                yield from self._skip_around()
-
-    def _skip_around(self) -> Steps[None]:
-        """Leave out the blanks around a mark that says nothing."""
-        self._stretch = None
-        self._pieces.drop_blanks()
+    def _opening(self) -> Steps[None]:
+        """The mark that an answer in words begins with. The same within a text is a part of it."""
+        if self._is_wrapped or not self._wrappers:
+            return
+        self._source.record()
         yield from self._source.skip_blanks()
+        if (yield from self._source.accept(self._wrappers[0])):
+            self._is_wrapped = True
+            self._source.recorded()
+            self._pieces.drop_blanks()
+            yield from self._source.skip_blanks()
+        self._pieces.text(self._source.recorded())
+
+    def _closing(self, mark: str, begins: tuple[str, ...]) -> Steps[None]:
+        """The mark that an answer in words ends with, if only calls are behind it, or nothing. Otherwise it is text."""
+        self._source.record(self._pieces.drop_blanks(), mark)
+        try:
+            yield from self._source.skip_blanks()
+            is_end = bool(begins) and (yield from self._source.ahead(begins))
+        except Ended:
+            if (rest := self._source.recorded()).strip() != mark:
+                self._pieces.text(rest)
+            raise
+        rest = self._source.recorded()
+        if not is_end:
+            self._pieces.text(rest)
 
     def _text_and_calls(self, its: ToolFormat) -> Steps[None]:
         if its.is_bare:
-            self._source.record()
-            if (yield from self._source.skip_blanks()) in "{[":
-                yield from self._calls(its, is_bare=True)
-            else:
-                self._pieces.text(self._source.recorded())
-        begins, wrappers = self._begins, self._wrappers
-        marks = Marks([*begins, *its.around, *wrappers])
+            yield from self._bare_calls(its)
+        begins, closings = self._begins, self._wrappers[1:] if self._is_wrapped else ()
+        marks = Marks([*begins, *its.around, *closings])
         while True:
             self._stretch = (Text, marks)
-            text, mark = yield from self._source.until(marks)
-            self._pieces.text(text)
+            mark = yield from self._source.pass_on(marks, self._pieces.text)
+            self._stretch = None
             if mark in begins:
-                self._stretch = None
                 self._source.record(self._pieces.drop_blanks(), mark)
                 yield from self._calls(its, is_bare=False, is_named=mark != its.begin)
-            elif mark in wrappers:
-                yield from self._skip_around()
-            elif mark:
+            elif mark in closings:
+                yield from self._closing(mark, begins)
+            else:
                 self._pieces.drop_blanks()
+
+    def _bare_calls(self, its: ToolFormat) -> Steps[None]:
+        """Calls that the answer begins with."""
+        self._source.record()
+        following = yield from self._source.skip_blanks()
+        if its.may_be_fenced and following == FENCE[0] and (yield from self._source.accept(FENCE)):
+            yield from self._source.accept("json")
+            following = yield from self._source.skip_blanks()
+            its = replace(its, end=FENCE)
+        if following in "{[":
+            yield from self._calls(its, is_bare=True)
+        else:
+            self._pieces.text(self._source.recorded())
 
     def _calls(self, its: ToolFormat, *, is_bare: bool, is_named: bool = False) -> Steps[None]:
         """The calls behind a mark. What was recorded and is none, is text. is_named: a name comes, whatever it is."""
@@ -230,15 +260,20 @@ class Reader:
 
     def _end(self, mark: str, others: str) -> Steps[None]:
         """The mark behind a call, also behind brackets too many, which are among the `others`."""
+        if (yield from self._behind_blanks(mark, others))[0]:
+            self._source.recorded()
+
+    def _behind_blanks(self, mark: str, others: str = "") -> Steps[tuple[bool, str]]:
+        """(whether this mark comes next, which is read then, the blanks before it). They stay recorded."""
         self._source.record()
         try:
             yield from self._source.skip_blanks(others=others)
-            is_there = yield from self._source.accept(mark)
+            blanks = self._source.recorded()
+            self._source.record(blanks)
+            return (yield from self._source.accept(mark)), blanks
         except Ended:
             self._source.recorded()
             raise
-        if is_there:
-            self._source.recorded()
 
     def _list_of_calls(self, its: ToolFormat, is_bare: bool) -> Steps[None]:
         self._source.take(1)
@@ -254,7 +289,7 @@ class Reader:
         self._source.take(1)
 
     def _python_call(self) -> Steps[None]:
-        name, _ = yield from self._text_before(Marks((), "("), MOST_NAME)
+        name, _ = yield from self._source.text_up_to(Marks((), "("), most=MOST_NAME)
         self._begin(name.strip())
         yield from PythonReader(self._source).arguments(self._pieces.arguments)
         self.is_in_call = False
@@ -277,7 +312,7 @@ class Reader:
     def _named_call(self, its: ToolFormat) -> Steps[None]:
         """A name, a mark, and arguments."""
         marks = Marks((its.before_arguments, its.begin), "{")
-        written, mark = yield from self._text_before(marks, MOST_CHARACTERS_BEFORE_ARGUMENTS, (its.begin, "{"))
+        written, mark = yield from self._source.text_up_to(marks, (its.begin, "{"), MOST_CHARACTERS_BEFORE_ARGUMENTS)
         if mark == its.begin:
             raise NotThis
         name = written.strip().removeprefix(its.before_name)
@@ -301,21 +336,16 @@ class Reader:
             is_named = True
 
     def _quoted_call(self, its: ToolFormat) -> Steps[None]:
-        written, _ = yield from self._text_before(Marks((), "{"), MOST_NAME + len(its.before_name) + 2, ("{",))
+        most = MOST_NAME + len(its.before_name) + 2
+        written, _ = yield from self._source.text_up_to(Marks((), "{"), "{", most)
         self._begin(written.strip().removeprefix(its.before_name).strip())
         yield from QuotedReader(self._source, its.quote, its.end).arguments(self._pieces.arguments)
         self.is_in_call = False
 
     def _another(self, mark: str) -> Steps[bool]:
         """Whether a call follows at once, whose mark is read then."""
-        self._source.record()
-        try:
-            yield from self._source.skip_blanks()
-            is_there = yield from self._source.accept(mark)
-        except Ended:
-            self._source.recorded()
-            raise
-        blanks = self._source.recorded()
+        is_there, blanks = yield from self._behind_blanks(mark)
+        self._source.recorded()
         if is_there:
             self._source.record(blanks)
         return is_there
@@ -329,13 +359,13 @@ class Reader:
         """Messages with headers, until the answer is over."""
         header, ends = HeaderReader(self._source), Marks([mark for mark in channels if mark in HeaderReader.ends])
         before: Visible | None = None  # what the message before was
-        its = yield from header.read(is_first=True)
+        its = Header(is_reasoning=True) if self._is_reasoning else (yield from header.read(is_first=True))
         while True:
             self._pieces.drop_blanks()
             if its.recipient in self._rules.schemas:
                 self._begin(its.recipient)
                 yield from self._arguments(HeaderReader.ends)
-                yield from self._message(ends, lambda _: None)
+                yield from self._message(ends, _nowhere)
                 before = None
             else:
                 kind: Visible = Reasoning if its.is_reasoning else Text
@@ -346,23 +376,9 @@ class Reader:
                 self._stretch, before = None, kind
             its = yield from header.read(is_first=False)
 
-    def _message(self, ends: Marks, show: Callable[[str], None]) -> Steps[None]:
+    def _message(self, ends: Marks, show: Sink) -> Steps[None]:
         """Up to the mark that ends it, which is read unless a header begins with it."""
-        mark = ""
-        while not mark:
-            text, mark = yield from self._source.until(ends, keeps=HeaderReader.begins)
-            show(text)
-
-    def _text_before(self, marks: Marks, most: int, keeps: Container[str] = ()) -> Steps[tuple[str, str]]:
-        """(a text of at most so many characters, the mark behind it). Raises NotThis, and Ended."""
-        written: list[str] = []
-        while True:
-            text, mark = yield from self._source.until(marks, keeps, most + 1 - sum(map(len, written)))
-            written.append(text)
-            if sum(map(len, written)) > most:
-                raise NotThis
-            if mark:
-                return "".join(written), mark
+        yield from self._source.pass_on(ends, show, keeps=HeaderReader.begins)
 
     def _object(self, is_bare: bool) -> Steps[None]:
         """A call as an object of JSON. Without a mark in front of it, it has a name and arguments."""
@@ -417,7 +433,7 @@ class Reader:
             yield from self._value(self._pieces.arguments)
         self.is_in_call = False
 
-    def _value(self, sink: Callable[[str], None]) -> Steps[None]:
+    def _value(self, sink: Sink) -> Steps[None]:
         """Arguments, as a value of JSON or as a text that has one; an absent one is no arguments."""
         first = yield from self._source.skip_blanks()
         if first in "{[":
@@ -457,7 +473,7 @@ class _Pieces:
         self._kind: Visible | type[CallArguments] = Text
         self._parts: list[str] = []
         self._blanks: list[str] = []
-        self._has_text = False
+        self._shown: set[Visible] = set()
         self._ends_in_text = True  # and in no call
 
     def take(self) -> list[Piece]:
@@ -476,9 +492,8 @@ class _Pieces:
 
     def ends_in(self, kind: Visible) -> bool:
         """Whether what was given out last is of this kind, and no blanks are held behind it."""
-        return (
-            not self._blanks and self._kind is kind and (kind is Reasoning or (self._has_text and self._ends_in_text))
-        )
+        is_more = kind is Reasoning or (Text in self._shown and self._ends_in_text)
+        return not self._blanks and self._kind is kind and is_more
 
     def drop_blanks(self) -> str:
         """Take back the blanks at the end."""
@@ -523,9 +538,10 @@ class _Pieces:
         shown = text.rstrip()
         if shown:
             blanks = self.drop_blanks()
-            follows_calls = self._num_calls and not self._has_text
-            self._has_text = self._ends_in_text = kind is Text
-            self._add(kind, shown.lstrip() if follows_calls else blanks + shown)
+            is_first_behind_calls = self._num_calls and kind not in self._shown
+            self._shown.add(kind)
+            self._ends_in_text = kind is Text
+            self._add(kind, shown.lstrip() if is_first_behind_calls else blanks + shown)
         if len(shown) < len(text):
             self._blanks.append(text[len(shown) :])
 

@@ -65,7 +65,7 @@ class AnswerFormats:
         its, plain = TOOLS[self.tools_name], TOOLS["json"]
         if not self.told_in_words or its.channels:
             return its
-        return replace(its, is_bare=True, separators=plain.separators, writings=plain.writings)
+        return replace(its, is_bare=True, may_be_fenced=True, separators=plain.separators, writings=plain.writings)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
@@ -89,8 +89,8 @@ class AnswerFormats:
         if tools is None and self.reasoning is None:
             return None
         schemas = {tool.name: tool.parameters or {} for tool in offered.callable_tools}
-        if tools is not None and tools.tags is not None and any(tool.strict for tool in offered.callable_tools):
-            tools = replace(tools, begins_with_names=False)  # a strict call begins with the mark that holds it
+        if tools is not None and any(tool.strict for tool in offered.callable_tools):
+            tools = tools.written_so(tools.writing(self.token_ids))
         rules = ReadingRules(tools, schemas, offered.choice.is_parallel, self.reasoning)
         return Reading(self, rules, offered)
 
@@ -116,7 +116,7 @@ class Reading:
         if wanted is not None and self.offered.choice.mode != "required":
             grammar = partial(self._calls_or if self.offered.tools else self._behind_reasoning, wanted, begun)
             return replace(one, answer_grammar=grammar)
-        if self.call_grammar("", begun) is None:
+        if self.rules.tool_format is None or not self.offered.is_held:
             return one
         if one.given.ignore_eos:
             raise ValidationError(
@@ -150,9 +150,17 @@ class Reading:
         """A reader for one answer.
 
         prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
-        within reasoning.
+        within reasoning, or behind the mark of an answer in words.
         """
-        return Reader(self.rules, self._is_within(prompt_end, begun))
+        is_wrapped = self._is_wrapped(prompt_end, begun)
+        return Reader(self.rules, self._is_within(prompt_end, begun), is_wrapped=is_wrapped)
+
+    def _is_wrapped(self, prompt_end: str, begun: str) -> bool:
+        its = self.rules.reasoning
+        if its is None or not its.wrappers:
+            return False
+        begin, end = its.wrappers
+        return begun.rfind(begin) > begun.rfind(end) if begun else prompt_end.rstrip().endswith(begin)
 
     def _is_within(self, prompt_end: str, begun: str) -> bool:
         its = self.rules.reasoning

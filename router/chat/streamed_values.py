@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Container, Generator, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 NO_BLANK = re.compile(r"\S")
 
@@ -142,13 +142,14 @@ class Source:
     def until(self, marks: Marks, keeps: Container[str] = (), most: int | None = None) -> Steps[tuple[str, str]]:
         """(text in front of the next mark, or what there is of it by now, the mark). The mark is read too.
 
-        Without a mark yet, it is empty. keeps: marks that stay unread. Raises Ended once there is nothing left.
+        Without a mark yet, it is empty, and so it is behind `most` characters. keeps: marks that stay unread. Raises
+        Ended once there is nothing left.
         """
         while True:
             at, mark = marks.search(self._text, self._at)
             if self._is_over and not mark:
                 at = len(self._text)
-            if most is not None and at - self._at > most:
+            if most is not None and at - self._at >= most:
                 at, mark = self._at + most, ""
             if mark or at > self._at:
                 text = self.take(at - self._at)
@@ -156,6 +157,23 @@ class Source:
                     self.take(len(mark))
                 return text, mark
             yield from self.more()
+
+    def pass_on(self, marks: Marks, sink: Sink, keeps: Container[str] = (), most: int | None = None) -> Steps[str]:
+        """Hand what is in front of the next mark to a sink as it comes; the mark. Raises Ended, NotThis as below."""
+        length, mark = 0, ""
+        while not mark:
+            text, mark = yield from self.until(marks, keeps, None if most is None else most + 1 - length)
+            length += len(text)
+            if most is not None and length > most:
+                raise NotThis
+            sink(text)
+        return mark
+
+    def text_up_to(self, marks: Marks, keeps: Container[str] = (), most: int | None = None) -> Steps[tuple[str, str]]:
+        """(all that is in front of the next mark, the mark). Raises NotThis for more than so many characters."""
+        parts: list[str] = []
+        mark = yield from self.pass_on(marks, parts.append, keeps, most)
+        return "".join(parts), mark
 
     def ahead(self, marks: Collection[str]) -> Steps[bool]:
         """Whether one of these marks comes next, which stays unread. Raises Ended as `accept` does."""
@@ -255,19 +273,32 @@ class JsonReader:
                 return
 
 
+def json_of(text: str) -> Any:
+    """A value of JSON. Raises NotThis for what is none: NaN and the infinities neither."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise NotThis from None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
 def decoded(text: str) -> str:
     """The text that a string of JSON stands for. Raises NotThis for what is none."""
-    with suppress(ValueError):
-        value = json.loads(text)
-        if isinstance(value, str):
-            value.encode()  # a lone half of a surrogate pair is no text
+    value = json_of(text)
+    if isinstance(value, str):
+        with suppress(UnicodeEncodeError):  # a lone half of a surrogate pair is no text
+            value.encode()
             return value
     raise NotThis
 
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+WORDS = {"True": "true", "False": "false", "None": "null"}  # which models write that have read much Python
+WORDS_OF_JSON = WORDS | {word: word for word in WORDS.values()}
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 DIGITS = {"x": 2, "u": 4, "U": 8}  # of a character's number
 OPENED = {"[": ("[", "]"), "(": ("[", ")"), "{": ("{", "}")}  # how it is written in JSON, and what ends it
@@ -336,22 +367,15 @@ class PythonReader:
             yield from self._string(first, sink)
             return
         word = yield from self._word()
-        if word not in WORDS and not NUMBER.fullmatch(word):
+        if word not in WORDS_OF_JSON and not NUMBER.fullmatch(word):
             raise NotThis
-        sink(WORDS.get(word) or _number(word))
+        sink(WORDS_OF_JSON.get(word) or _number(word))
         self._source.recorded()
 
     def _word(self) -> Steps[str]:
         """A word, which is kept as read until it is known to be the right one."""
         self._source.record()
-        written, end = "", ""
-        while not end:
-            text, end = yield from self._source.until(
-                WORD_ENDS, keeps=ENDS_OF_WORDS, most=MOST_CHARACTERS_OF_A_WORD + 1 - len(written)
-            )
-            written += text
-            if len(written) > MOST_CHARACTERS_OF_A_WORD:
-                raise NotThis
+        written, _ = yield from self._source.text_up_to(WORD_ENDS, ENDS_OF_WORDS, MOST_CHARACTERS_OF_A_WORD)
         return written
 
     def _string(self, quote: str, sink: Sink) -> Steps[None]:
@@ -382,6 +406,21 @@ class PythonReader:
         except (ValueError, OverflowError):
             return "\ufffd"
         return character
+
+
+def value_in_python(text: str) -> str:
+    """A whole value in Python's notation, as JSON. Raises NotThis."""
+    source, parts = Source(), list[str]()
+    source.add(f"it={text})")
+    source.close()
+    with suppress(Ended):
+        for _ in PythonReader(source).arguments(parts.append):
+            pass
+        written = "".join(parts).removeprefix('{"it": ').removesuffix("}")
+        json_of(written)
+        if source.is_read:
+            return written
+    raise NotThis
 
 
 def inside_quotes(text: str) -> str:

@@ -94,6 +94,11 @@ class Offer:
         """Those that the answer may call."""
         return tuple(tool for tool in self.tools if self.choice.name in (None, tool.name))
 
+    @property
+    def is_held(self) -> bool:
+        """Whether an answer, or a call in it, is held to the schemas of the tools."""
+        return self.choice.mode == "required" or any(tool.strict for tool in self.tools)
+
     def for_template(self) -> list[dict[str, Any]]:
         """As `ChatTemplate.render` takes them."""
         return [tool.for_template() for tool in self.tools]
@@ -126,8 +131,8 @@ def offer(tools: Sequence[Tool], choice: ToolChoice) -> Offer:
 def _check(tool: Tool) -> None:
     if not NAME.fullmatch(tool.name):
         raise ValidationError(
-            f"`tools` has a function with the name {tool.name[:MOST_NAME]!r}: names have 1 to {MOST_NAME} letters, "
-            "digits, `_` and `-`"
+            f"`tools` has a function with the name {tool.name[:MOST_NAME]!r}, of {len(tool.name)} characters: names "
+            f"have 1 to {MOST_NAME} letters, digits, `_` and `-`"
         )
     parameters = tool.parameters or {}
     if parameters.get("type", "object") != "object":

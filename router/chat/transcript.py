@@ -5,13 +5,13 @@ What one side says in a row becomes one message, because many templates want the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
+from router.chat.streamed_values import NotThis, json_of
 from router.chat.tools import MOST_DEPTH, is_deeper
 from router.errors import ValidationError
 
@@ -129,10 +129,11 @@ def arguments_in(text: str) -> dict[str, Any]:
 
     A model may have written it so, or been cut off within it: to refuse what it was told would end the conversation.
     """
-    with suppress(orjson.JSONDecodeError):
-        found = orjson.loads(text)
+    with suppress(NotThis, RecursionError):
+        found = json_of(text)
         if isinstance(found, dict):
-            return found
+            # A model may have been cut off between the halves of a surrogate pair.
+            return dict(json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace")))
     return {}
 
 

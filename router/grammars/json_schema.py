@@ -1,4 +1,4 @@
-"""Changes to JSON schemas before they constrain a text: types where none is named, and unions of schemas.
+"""Changes to JSON schemas before they constrain a text: types where none is named, unions, and parts by themselves.
 
 By JSON Schema, `properties` constrains objects alone, so that a number satisfies such a schema, too. Its author means
 an object (TGI's own examples name no type), as `items` means an array.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patternProperties"})
 OF_ARRAYS = frozenset({"items", "prefixItems"})
@@ -20,6 +21,7 @@ BRANCHES = ("anyOf", "oneOf", "allOf")
 # narrower schema allows more.
 HAVING_ONE = ("additionalProperties", "items", "then", "else", "contains", "additionalItems", "unevaluatedProperties")
 HAVING_MANY = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
+WITHIN = "#/$defs/it"
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -58,6 +60,44 @@ def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
         if isinstance(reference := one.get("$ref"), str) and reference.startswith("#"):
             one["$ref"] = place + reference[1:]
     return whole
+
+
+def alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema that stands within a root, by itself: with what it refers to there, and no more of it."""
+    kept: dict[str, dict[str, Any]] = {}
+    left, seen = [schema], set[str]()
+    while left:
+        for one in _all(dict(left.pop())):
+            reference = one.get("$ref")
+            if not isinstance(reference, str) or not reference.startswith("#") or reference in seen:
+                continue
+            seen.add(reference)
+            first, second, *_ = [*path_of(reference), "", ""]
+            group = root.get(first)
+            if not isinstance(group, Mapping) or not second:
+                return {**moved(schema, WITHIN), "$defs": {"it": moved(root, WITHIN)}}
+            if second in group and second not in kept.setdefault(first, {}):
+                kept[first][second] = group[second]
+                left += [group[second]] if isinstance(group[second], Mapping) else []
+    return {**moved(schema, WITHIN), "$defs": {"it": moved(kept, WITHIN)}} if kept else dict(schema)
+
+
+def place_in(root: Any, reference: str) -> Any:
+    """What a reference such as `#/$defs/a` points to; None: nothing. RFC 6901, in the fragment of an address."""
+    found = root
+    for part in path_of(reference):
+        if isinstance(found, Mapping):
+            found = found.get(part)
+        elif isinstance(found, list) and part.isdecimal() and int(part[:9]) < len(found):
+            found = found[int(part[:9])]
+        else:
+            return None
+    return found
+
+
+def path_of(reference: str) -> list[str]:
+    """The keys on the way of a reference into its own root."""
+    return [unquote(part).replace("~1", "/").replace("~0", "~") for part in reference[1:].split("/")[1:]]
 
 
 def _all(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -54,12 +54,22 @@ def answer_grammar_of(text: str | None) -> Grammar | None:
     """What holds an answer beside what the client gives as its grammar. Raises ValidationError."""
     if text is None:
         return None
-    if (size := len(text.encode())) > MOST_BYTES:
-        raise ValidationError(
-            f"the schemas of `tools` make a grammar of {size} bytes, and {MOST_BYTES} are allowed: offer fewer "
-            "functions, or leave `tool_choice`, `strict` and `response_format` out"
-        )
+    if len(text.encode()) > MOST_BYTES:
+        refuse_size()
     return Grammar(GrammarKind.LARK, text)
+
+
+def refuse_size() -> NoReturn:
+    """Raises ValidationError for what calls are to be held to."""
+    raise ValidationError(
+        f"the schemas of `tools` make a grammar of more than {MOST_BYTES} bytes, which is too much: offer fewer "
+        "functions, or leave `tool_choice`, `strict` and `response_format` out"
+    )
+
+
+def quoted(text: str) -> str:
+    """A text as a Lark grammar has it. It is read as JSON, whose lexer takes no delete character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 @contextmanager
@@ -217,7 +227,7 @@ def _constraint(name: str, kind: str, value: Any) -> GrammarParameters:
         case "regex" if isinstance(value, str):
             return GrammarParameters(type="regex", value=value)
         case "choice" if isinstance(value, list) and value and all(isinstance(one, str) and one for one in value):
-            texts = [json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in dict.fromkeys(value)]
+            texts = [quoted(text) for text in dict.fromkeys(value)]
             return GrammarParameters(type="lark", value=f"start: {' | '.join(texts)}")
         case "grammar" | "structural_tag":
             raise ValidationError(f"`{name}` {LARK}")

@@ -102,8 +102,10 @@ class Validator:
     async def _grammar(
         self, asked: PromptRequest, given: Grammar | None, token_ids: Sequence[int], owner: str
     ) -> CompiledGrammar | None:
-        of_answer = asked.answer_grammar
-        held = None if of_answer is None else answer_grammar_of(of_answer(self._tokenizer.end_of(token_ids)))
+        held = None
+        if (of_answer := asked.answer_grammar) is not None:
+            end = self._tokenizer.end_of(token_ids)
+            held = answer_grammar_of(await self._in_thread(partial(of_answer, end), owner))
         wanted = held or given
         if wanted is None:
             return None

@@ -6,6 +6,7 @@ Anthropic's do. Left out: events of streams (`streams.py`).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from typing_extensions import TypedDict
 
 from router.apis.openai.answers import renamed, status_of
 from router.chat.pieces import AnswerReader, Part, parts_of
+from router.chat.streamed_values import NotThis, json_of
 from router.errors import RouterError, TooLong
 from router.requests.generation import Answer
 from router.scheduling.request import Entry
@@ -176,10 +178,12 @@ def message(head: Head, answer: Answer, entry: Entry, reader: AnswerReader) -> M
     parts = parts_of([*reader.feed(answer.finished.generated_text), *reader.end()])
     is_call = not reader.is_in_call and any(part.kind == "call" for part in parts)
     reason, stop = ending(entry, answer.finished.reason, is_call=is_call)
-    return head.message([_block(part) for part in parts], reason, stop, usage(entry, answer.finished.generated_tokens))
+    return head.message(
+        [block_of(part) for part in parts], reason, stop, usage(entry, answer.finished.generated_tokens)
+    )
 
 
-def _block(part: Part) -> Block:
+def block_of(part: Part) -> Block:
     match part.kind:
         case "text":
             return {"type": "text", "text": part.text}
@@ -189,13 +193,12 @@ def _block(part: Part) -> Block:
             return {"type": "tool_use", "id": part.id, "name": part.name, "input": _arguments(part.text)}
 
 
-def _arguments(written: str) -> dict[str, Any]:
-    """What a call gives its tool; empty where the model wrote no object, or was cut off."""
-    try:
-        found = orjson.loads(written or "{}")
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def _arguments(written: str) -> Any:
+    """What a call gives its tool, for orjson, as the model wrote it; empty where that is no object, or was cut off."""
+    with suppress(NotThis):
+        if isinstance(json_of(written), dict):
+            return orjson.Fragment(written)
+    return orjson.Fragment("{}")
 
 
 def error_body(error: RouterError) -> MessageError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -129,6 +131,7 @@ WRITTEN = [
     ("granite", (), f"<|tool_call|>[{CALL}]", f"<|tool_call|>[{CALL}, {NONE}]"),
     ("nemotron", (), f"<TOOLCALL>[{CALL}]</TOOLCALL>", f"<TOOLCALL>[{CALL}, {NONE}]</TOOLCALL>"),
     ("json", (), CALL, f"{CALL}\n{NONE}"),
+    ("pythonic", (), CALL, f"{CALL}\n{NONE}"),
 ]  # fmt: skip
 ONE, TWO = ("weather", '{"place": "Zürich"}'), ("time", "{}")
 
@@ -351,7 +354,7 @@ def test_a_request_is_asked_for_with_what_its_reader_needs() -> None:
 
 
 def test_errors_speak_of_tools() -> None:
-    with pytest.raises(ValidationError, match="make a grammar of 70000 bytes, and 65536 are allowed"):
+    with pytest.raises(ValidationError, match="make a grammar of more than 65536 bytes"):
         answer_grammar_of("x" * 70_000)
     assert None is answer_grammar_of(None)
     with pytest.raises(
@@ -380,6 +383,9 @@ def test_messages_with_headers_are_held_too() -> None:
         for text in (wrong, ANALYSIS + wrong, ANALYSIS, f"{call}<|end|><|start|>assistant{call}"):
             assert not accepts(tokenizer, grammar, text), text
     assert accepts(tokenizer, strict, f"{ANALYSIS}{FINAL}No.") and not accepts(tokenizer, required_call, f"{FINAL}No.")
+    within = held(its, required(), "<|channel|>analysis<|message|>") or ""
+    thoughts = ANALYSIS.removeprefix("<|channel|>analysis<|message|>")
+    assert accepts(tokenizer, within, thoughts + call) and not accepts(tokenizer, within, call)
     reader = (its.reading(required()) or pytest.fail()).reader("")
     content = whole([*reader.feed(ANALYSIS + call), *reader.end()])
     assert ("Well, so", "", [ONE]) == (content.reasoning, content.text, [(c.name, c.arguments) for c in content.calls])
@@ -464,6 +470,29 @@ ARGUMENT_CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple
     ({"enum": ["a", "</parameter>", "</arg_value>"]}, {}, {"a": "a"}, ("b",)),
     ({"anyOf": [{"type": True}]}, {}, {"anything": "anything"}, ()),
     ({"type": "string", "enum": 5}, {}, {"anything": "anything"}, ()),
+    ({"type": "string", "enum": [1, 2]}, {}, {"1": "1"}, ("3",)),
+    ({"type": "integer", "enum": ["1"]}, {}, {"1": 1}, ("5",)),
+    ({"type": "integer", "enum": [1.0, 2]}, {}, {"1.0": 1.0, "2": 2}, ("3",)),
+    ({"$ref": "#/properties/other/anyOf/0"}, {"other": {"anyOf": [{"type": "integer"}]}}, {"5": 5}, ("x",)),
+    ({"$ref": "#/$defs/My%20Int"}, {"$defs": {"My Int": {"type": "integer"}}}, {"5": 5}, ("x",)),
+    (
+        {"type": "array", "items": {"$ref": "#/$defs/My%20Int"}},
+        {"$defs": {"My Int": {"type": "integer"}}},
+        {"[5]": [5]},
+        ("[true]",),
+    ),
+    (
+        {"type": "array"},
+        {},
+        {
+            '["</parameter>", "</arg_value>\\"", {"</function>": 1}]': [
+                "</parameter>",
+                '</arg_value>"',
+                {"</function>": 1},
+            ]
+        },
+        ("[",),
+    ),
 ]
 
 
@@ -489,6 +518,114 @@ def test_an_argument_between_tags_is_held_and_read_as_its_schema_says(
         assert not accepts(marked(), grammar, argument(name, text)), text
 
 
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("key", [" k", "k ", "", 'a</arg_key>b">c'])
+def test_a_name_that_no_tag_can_have_is_refused(name: str, key: str) -> None:
+    with pytest.raises(ValidationError, match="the function f has an argument of the name"):
+        held(formats(name), required(tools=(Tool("f", parameters={"properties": {key: {}}}),)))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"additionalProperties": {"type": "integer"}}, {"5": 5}, "x"),
+        ({"additionalProperties": True}, {"5": "5", "[1]": [1]}, None),
+        ({"allOf": [{"properties": {"k": {"type": "integer"}}, "required": ["k"]}]}, {"5": 5}, "x"),
+        ({"oneOf": [{"properties": {"k": {"type": "integer"}}}, {"properties": {"j": {}}}]}, {"5": 5}, "x"),
+    ],
+)
+def test_arguments_that_are_not_named_in_properties_are_told_and_read(
+    name: str, parameters: dict[str, Any], good: dict[str, Any], bad: str | None
+) -> None:
+    its, offered = formats(name), required(tools=(Tool("f", parameters={"type": "object", **parameters}),))
+    grammar, reading = held(its, offered) or "", its.reading(offered)
+    assert reading is not None
+    for text, value in good.items():
+        written = argument(name, text)
+        assert accepts(marked(), grammar, written)
+        reader = reading.reader("")
+        assert {"k": value} == json.loads(whole([*reader.feed(written), *reader.end()]).calls[0].arguments)
+    assert bad is None or not accepts(marked(), grammar, argument(name, bad))
+
+
+def test_a_text_ends_where_readers_say_that_it_does() -> None:
+    grammar = held(formats("qwen3_coder"), required()) or ""
+    assert accepts(marked(), grammar, f"<tool_call>\n{ON_ONE_LINE}\n</tool_call>".replace("place>", "place>\n"))
+
+
+def test_a_schema_takes_as_much_of_a_grammar_as_it_is_long() -> None:
+    kinds = ("integer", "boolean")
+    properties = {f"option_{at}": {"type": kinds[at % 2], "description": "x" * 110} for at in range(25)}
+    tool = Tool("f", parameters={"properties": properties, "$defs": {"unused": {"description": "x" * 9000}}})
+    assert 9000 > len(held(formats("qwen3_coder"), required(tools=(tool,))) or pytest.fail())
+    many = {f"a{at}": {"$ref": "#/$defs/large"} for at in range(2000)}
+    tool = Tool("f", parameters={"properties": many, "$defs": {"large": {"type": "array", "description": "x" * 9000}}})
+    start = perf_counter()
+    with pytest.raises(ValidationError, match="make a grammar of more than 65536 bytes"):
+        held(formats("qwen3_coder"), required(tools=(tool,)))
+    assert perf_counter() - start < 2
+
+
+def test_unions_of_unions_cost_what_they_are_long() -> None:
+    """Each level refers twelve times to the one below."""
+    levels: dict[str, Any] = {"d0": {"type": "integer"}}
+    for at in range(1, 9):
+        levels[f"d{at}"] = {"anyOf": [{"$ref": f"#/$defs/d{at - 1}"}] * 12}
+    tool = Tool("f", parameters={"properties": {"k": {"$ref": "#/$defs/d8"}}, "required": ["k"], "$defs": levels})
+    its, offered = formats("seed"), required(tools=(tool,))
+    start = perf_counter()
+    grammar, reading = held(its, offered) or "", its.reading(offered)
+    assert accepts(marked(), grammar, argument("seed", "5")) and not accepts(marked(), grammar, argument("seed", "x"))
+    reader = (reading or pytest.fail()).reader("")
+    content = whole([*reader.feed(argument("seed", "5")), *reader.end()])
+    assert '{"k": 5}' == content.calls[0].arguments
+    many = {f"a{at}": {"anyOf": [{"$ref": "#/$defs/d8"}]} for at in range(400)}
+    levels["d0"] = {"type": "string"}
+    held(its, required(tools=(Tool("f", parameters={"properties": many, "$defs": levels}),)))
+    assert perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("expression", ["https?://x", "//", r"a\//b/", r"\\//", "/"])
+def test_slashes_of_an_expression_are_its_own(expression: str) -> None:
+    reading = formats("hermes", "think").reading(Offer())
+    given = GenerateParameters(grammar=GrammarParameters(type="regex", value=expression))
+    asked = (reading or pytest.fail()).applied_to(PromptRequest("", given))
+    text = {"https?://x": "http://x", r"a\//b/": "a//b/", r"\\//": "\\//"}.get(expression, expression)
+    assert asked.answer_grammar is not None
+    grammar = asked.answer_grammar("") or ""
+    assert accepts(marked(), grammar, text) and not accepts(marked(), grammar, text[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("granite", '{"name": "weather", "arguments": {"plaice": 1}}'),
+        ("granite", '[{"name": "weather", "arguments": {"plaice": 1}}]'),
+        ("pythonic", "So <|python_start|>[weather(plaice=1)]<|python_end|>"),
+        ("llama3", 'So <|python_tag|>{"name": "weather", "parameters": {"plaice": 1}}'),
+    ],
+)
+def test_what_a_strict_grammar_does_not_hold_is_read_as_no_call(name: str, text: str) -> None:
+    for tools, num_calls in (((STRICT,), 0), ((WEATHER,), 1)):
+        reading = formats(name).reading(offer(tools, ToolChoice())) or pytest.fail()
+        reader = reading.reader("")
+        content = whole([*reader.feed(text), *reader.end()])
+        assert num_calls == len(content.calls)
+        assert num_calls or text == content.text
+
+
+def test_a_model_that_is_told_of_tools_in_words_calls_in_json_whatever_its_format() -> None:
+    its = replace(formats("qwen3_coder"), told_in_words=True)
+    assert accepts(marked(), held(its, required()) or "", CALL)
+
+
+def test_a_delete_character_is_one_of_a_text_too() -> None:
+    parameters = {"properties": {"k": {"enum": ["a\x7f"]}}, "required": ["k"]}
+    grammar = held(formats("seed"), required(tools=(Tool("f", parameters=parameters),))) or ""
+    assert accepts(marked(), grammar, argument("seed", "a\x7f"))
+
+
 def test_an_argument_may_have_any_name_that_its_tag_can_hold() -> None:
     parameters = {"type": "object", "properties": {"a b/~é": {"type": "integer"}}, "required": ["a b/~é"]}
     grammar = held(formats("qwen3_coder"), required(tools=(Tool("f", parameters=parameters),))) or ""
@@ -507,7 +644,16 @@ def test_a_schema_behind_a_reference_has_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("parameters", "told"),
     [
-        ({"properties": {"k": {"type": "string", "pattern": "a+"}}}, "has `pattern`, to which a text between tags"),
+        (
+            {"properties": {"k": {"type": "string", "pattern": "a+"}}},
+            "argument k with `pattern`, to which a text between",
+        ),
+        (
+            {"properties": {"k": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}},
+            "argument k with `maxLength`",
+        ),
+        ({"properties": {"k": {"$ref": "#/$defs/no"}}}, "argument k whose schema is not there"),
+        ({"properties": {"k": {}}, "anyOf": [{"required": ["k"]}]}, "has `anyOf` beside its `properties`"),
         ({"properties": {"k": {}}, "required": ["other"]}, "requires other, which is not in `properties`"),
     ],
 )

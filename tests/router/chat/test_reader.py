@@ -84,6 +84,7 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("hermes", '<tool_call>{"other": 5, "name": "f"}', content('<tool_call>{"other": 5, "name": "f"}')),
     ("hermes", f'<tool_call>{{"{"x" * 99}": 1}}', content(f'<tool_call>{{"{"x" * 99}": 1}}')),
     ("hermes", '<tool_call>{"na', content('<tool_call>{"na')),
+    ("hermes", f'<tool_call>{{"name": "f", "{"x" * 129}": 1}}', content('": 1}', ("f", ""))),
     ("hermes", '<tool_call>{"arguments": {"a": 1}}.', content('<tool_call>{"arguments": {"a": 1}}.')),
     ("hermes", f"<tool_call>{{<tool_call>{CALL}", content("<tool_call>{", F)),
     ("llama3", '{"name": "f", "parameters": {"a": 1}}', content("", F)),
@@ -159,7 +160,7 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("qwen3_coder", "Use `<function=f>` for that.", content("Use `<function=f>` for that.")),
     ("qwen3_coder", '<function=f>{"a": 1}</function>', content('<function=f>{"a": 1}</function>')),
     ("qwen3_coder", "<function=f>\n<parameter=o>\n['\\ud800']\n</parameter>\n</function>",
-     content("", ("f", '{"o": "[\'\\\\ud800\']"}'))),
+     content("", ("f", '{"o": ["\ufffd"]}'))),
     ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|><|tool_call_end|><|tool_call_begin|>"
      'functions.f:1<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', content("", ("f", "{}"), F)),
     ("harmony", "<|channel|>commentary to=functions.f<|message|><|call|>", content("", ("f", "{}"))),
@@ -222,6 +223,18 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("granite", f"<|tool_call|>[{CALL}, {CALL}]", content("", F, F)),
     ("nemotron", f"<TOOLCALL>[{CALL}]</TOOLCALL>", content("", F)),
     ("json", CALL, content("", F)),
+    ("json", f"```json\n{CALL}\n```\n", content("", F)),
+    ("json", f"```\n[{CALL}]\n``` So.", content("So.", F)),
+    ("json", "```json\n{}\n```", content("```json\n{}\n```")),
+    ("json", "```python\nf()\n```", content("```python\nf()\n```")),
+    ("pythonic", f"{CALL}\n{CALL}", content("", F, F)),
+    ("qwen3_coder", '<tool_call>\n<function=f>\n<parameter=o>\n[{"x": "<a></parameter>\\\\"}]\n</parameter>\n'
+     "</function>\n</tool_call>", content("", ("f", '{"o": [{"x": "<a></parameter>\\\\"}]}'))),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=o>\n['it\"s', null]\n</parameter>\n</function>\n"
+     "</tool_call>", content("", ("f", '{"o": ["it\\"s", null]}'))),
+    ("gemma", '<|tool_call>call:f{"s":"x", "a b" : 1}<tool_call|>', content("", ("f", '{"s": "x", "a b": 1}'))),
+    ("harmony", '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|><|start|>assistant<|channel|>final'
+     "<|message|>I think so, really.<|end|>", content("I think so, really.", F)),
     ("json", f"[{CALL}, {CALL}]", content("", F, F)),
     ("json", "none", content("none")),
     ("json", "", content("")),
@@ -280,6 +293,28 @@ THOUGHT: list[tuple[str, bool, str, Content]] = [
     ("command", False, "<|START_RESPONSE|>So<|END_RESPONSE|>\n", content("So")),
     ("answer", False, "<think>\nWhy?\n</think>\n<answer>\nSo\n</answer>", content("So", reasoning="Why?")),
     ("response", True, "Why?\n</think>\n\n<response>\nSo < 5\n</response>\n", content("So < 5", reasoning="Why?")),
+    (
+        "answer",
+        False,
+        "<think>\n</think>\nIn XML:\n<answer>\n1\n</answer>\nDone.",
+        content("In XML:\n<answer>\n1\n</answer>\nDone."),
+    ),
+    ("response", False, "<response>\n<response>1</response>\n</response> \n", content("<response>1</response>")),
+    ("response", False, f"<response>So.</response>\n{HERMES}", content("So.", F)),
+    ("response", False, "<response>So.</response>\n<tool", content("So.</response>\n<tool")),
+    (
+        "harmony",
+        False,
+        '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|><|start|>assistant<|channel|>analysis'
+        "<|message|>I think so, really.<|end|>",
+        content("", F, reasoning="I think so, really."),
+    ),
+    (
+        "harmony",
+        True,
+        "I think.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+        content("Hi", reasoning="I think."),
+    ),
     ("granite", False, "Here is my thought process: Why? Here is my response: So", content("So", reasoning="Why?")),
 ]
 

@@ -7,6 +7,7 @@ offers them unasked, and the model does without.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ Given = Mapping[str, Any]
 RUN_ELSEWHERE = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 INPUT = "input"  # what the text of a custom tool is called
 TEXT_ALONE = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+CUT_CHARACTER = re.compile(r"\\(u([0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}))?\Z")  # an escape, or half of a pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,10 @@ def shown_name(where: str, name: str, namespace: object) -> str:
 
 def input_of(arguments: str) -> str:
     """The text of a custom tool's call, as far as it goes. As the model wrote it where that is no object with it."""
-    for end in ("", '"}', "}"):
+    whole_characters = CUT_CHARACTER.sub("", arguments)
+    for text in (arguments, f'{arguments}"}}', f"{arguments}}}", f'{whole_characters}"}}'):
         with suppress(JSONDecodeError, KeyError, TypeError):
-            found = loads(arguments + end)[INPUT]
+            found = loads(text)[INPUT]
             return found if isinstance(found, str) else dumps(found).decode()
     return arguments
 

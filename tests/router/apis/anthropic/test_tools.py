@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import orjson
 import pytest
 
+from router.apis.anthropic.answers import block_of
+from router.chat.pieces import Part
 from router.requests.schemas import num_values
 from tests.router.apis.anthropic.test_routes import URL, events_of
 from tests.router.served import Served
@@ -81,6 +84,13 @@ def test_calls_and_thinking_are_blocks_whole_and_streamed(
     assert reason == events[-2]["delta"]["stop_reason"]
     ids = [block["id"] for block in body["content"] if block["type"] == "tool_use"]
     assert len(set(ids)) == len(ids) and all(ids)
+
+
+@pytest.mark.parametrize("text", ['{"id": 123456789012345678901234567890}', '{"a": "\\ud83d"}', '{"a": 1.0}'])
+def test_a_call_has_the_numbers_and_texts_that_the_model_wrote(text: str) -> None:
+    for written, expected in ((text, text), ("[1]", "{}"), (text[:-1], "{}"), ("", "{}")):
+        block = block_of(Part("call", [written], "it", "f"))
+        assert f'{{"type":"tool_use","id":"it","name":"f","input":{expected}}}' == orjson.dumps(block).decode()
 
 
 def test_the_model_sees_the_tools_and_the_results(tooled: Served) -> None:

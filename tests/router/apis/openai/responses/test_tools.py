@@ -201,6 +201,12 @@ def test_what_is_no_text_of_a_custom_tool_is_told_as_it_was_written() -> None:
     ]
 
 
+@pytest.mark.parametrize("cut", ["\\", "\\u", "\\u00f", "\\ud83d", "\\uD83D"])
+def test_a_text_that_was_cut_off_within_a_character_is_told_without_it(cut: str) -> None:
+    assert "line\n" == input_of(f'{{"input": "line\\n{cut}')
+    assert "\\" == input_of('{"input": "\\\\')
+
+
 def test_tools_that_openai_would_run_are_not_shown(tooled: Served) -> None:
     elsewhere = [{"type": "web_search"}, {"type": "image_generation"}, {"type": "web_search_preview_2025_03_11"}]
     body = tooled.http.post(URL, json={**BODY, "tools": [*elsewhere, WEATHER]}).json()
