@@ -251,6 +251,8 @@ def quantised_cases(*, has_float8: bool) -> Iterator[Case]:
         for rows, is_gated in ((8, False), (8, True), (16, False), (64, False), (64, True), (128, False)):
             name = f"product of {rows} rows, {kind}{', gated' if is_gated else ''}"
             yield Case(name, partial(launch_quantised, kind, rows, is_gated=is_gated))
+        if QUANTISED_KINDS[kind].inputs is None:
+            yield Case(f"{kind}, as numbers", partial(launch_widened, kind))
 
 
 def launch_quantised(kind: str, rows: int, *, is_gated: bool, only_first: bool = False) -> list[Tiling]:
@@ -273,6 +275,17 @@ def launch_quantised(kind: str, rows: int, *, is_gated: bool, only_first: bool =
     for tiling in tilings:
         layer.by_kernel(layer.inputs(zeros(rows, shape.inputs)), epilogue, torch.bfloat16, tiling=tiling)
     return tilings
+
+
+def launch_widened(kind: str) -> None:
+    """A weight as numbers."""
+    import torch
+
+    from server.backends.cuda.kernels.packed import widened
+    from server.backends.cuda.packing import pack
+
+    weight = noise(QUANTISED_KINDS[kind], QUANTISED_WIDTH, QUANTISED_WIDTH, torch.device("cpu"))
+    widened(pack(weight, torch.bfloat16), torch.bfloat16)
 
 
 def adapted_cases() -> Iterator[Case]:
@@ -599,11 +612,13 @@ def trials(layer: CudaQuantised, shape: LayerShape, x: Tensor, device: torch.dev
     for tiling in layer.tilings(len(x)):
         name = f"kernel, {tiling.rows} rows x {tiling.features} features"
         yield name, partial(layer.by_kernel, taken, epilogue, x.dtype, tiling=tiling)
+    if layer.inputs.is_rounded:
+        yield "rounding alone", partial(layer.inputs, x)
+    else:
+        yield "widened", partial(layer.by_widening, taken, epilogue, x.dtype)
     if layer.operator is not None:
         name = next(name for name, short in OPERATORS.items() if short == layer.operator)
         yield name, partial(layer.by_torch, taken, epilogue, x.dtype)
-    if layer.inputs.is_rounded:
-        yield "rounding alone", partial(layer.inputs, x)
     if layer.packed.bits == 4 and device.type == "cuda":
         yield "torch._weight_int4pack_mm", _Int4Pack(shape, x)
     yield "the layer", partial(layer, x, None, activation)

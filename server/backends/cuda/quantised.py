@@ -1,11 +1,14 @@
 """Quantised linear layers on an NVIDIA GPU: one kernel for all of them, and torch's operators where these are good.
 
-Weights whose inputs are taken as they are (GPTQ, AWQ, int4, NF4 and FP4, int8) are unpacked in the kernel for few rows
-as for many (`kernels/packed.py`): none is ever widened as a whole. Where inputs are rounded too (W8A8 in int8 and
-float8), one launch rounds them (`kernels/around.py`), and the product of codes is the kernel's, or `torch._int_mm`'s or
-`torch._scaled_mm`'s: torch's is the usual way where it was measured to reach enough of its limit, and one of those that
-are timed before captures (both in `choice.py`). What no kernel multiplies is left to the reference's operators
-(`packing.why_not_packed`).
+Weights whose inputs are taken as they are (GPTQ, AWQ, int4, NF4 and FP4, int8) are unpacked in the kernel
+(`kernels/packed.py`). For thousands of rows, of which each tile would unpack the weight again, it is widened as a whole
+before a product in 16 bits: for 4 bits that moves 4.5 bytes a weight, in the time of 750 rows' arithmetic on an H200,
+while the kernel's product takes 1.6 to 1.8 times as long as cuBLAS's (both are estimates).
+
+Where inputs are rounded too (W8A8 in int8 and float8), one launch rounds them (`kernels/around.py`), and the product of
+codes is the kernel's, or `torch._int_mm`'s or `torch._scaled_mm`'s: torch's is the usual way where it was measured to
+reach enough of its limit, and one of those that are timed before captures (both in `choice.py`). What no kernel
+multiplies is left to the reference's operators (`packing.why_not_packed`).
 
 `torch._weight_int4pack_mm` is no way: it wants scales and zero points in bfloat16, which those of checkpoints in
 float16 do not fit into, and the weight in a packing of its own. `lockstep-bench products` times it beside ours.
@@ -22,13 +25,14 @@ from copy import copy
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.cuda.choice import Alternatives
 from server.backends.cuda.kernels.around import finish_integers, gather_inputs, largest_magnitudes, round_inputs
 from server.backends.cuda.kernels.linear import Epilogue, Tiling
-from server.backends.cuda.kernels.packed import multiply_packed, packed_tilings
+from server.backends.cuda.kernels.packed import multiply_packed, packed_tilings, widened
 from server.backends.cuda.linear import Products, named, names_of
 from server.backends.cuda.packing import PackedWeight, pack, stacked_weights
 from server.backends.protocol import GroupedLinear, Maximum
@@ -41,6 +45,8 @@ MOST_GATED_ROWS = 256
 LEAST_ROWS, UNIT = 17, 16
 # Rows up to which the ways to compute are timed.
 MOST_MEASURED_ROWS = 256
+# Rows above which a weight is widened as a whole: more than any captured step has, whose graph would keep it.
+MOST_UNPACKED_ROWS = 1024
 
 # Inputs as the product takes them, and their scales.
 Taken = tuple[Tensor, Tensor | None]
@@ -160,6 +166,8 @@ class CudaQuantised:
     def ways(self, rows: int) -> Sequence[Way]:
         """What computes up to so many rows, a power of two: the usual way first."""
         packed = self.packed
+        if rows > MOST_UNPACKED_ROWS and self._widens:
+            return [self.by_widening]
         kernels: list[Way] = [partial(self.by_kernel, tiling=tiling) for tiling in self.tilings(rows)]
         if self.operator is None or rows < LEAST_ROWS:
             return kernels
@@ -205,6 +213,19 @@ class CudaQuantised:
             input_scale=scale,
             tiling=tiling,
         )
+
+    @property
+    def _widens(self) -> bool:
+        """Whether a product of many rows is one in 16 bits: float32, with which one compares, is summed in one way."""
+        return not self.inputs.is_rounded and self._dtype != torch.float32
+
+    def by_widening(self, taken: Taken, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
+        """The product with the weight as numbers, for as long as it takes."""
+        packed, (x, _) = self.packed, taken
+        weight = widened(packed, x.dtype)
+        if x.shape[1] != packed.places:
+            weight = weight[:, packed.lead : packed.lead + packed.num_inputs]
+        return self._gated(F.linear(x, weight, epilogue.bias).to(dtype), epilogue)
 
     def by_torch(self, taken: Taken, epilogue: Epilogue, dtype: torch.dtype) -> Tensor:
         """The product by torch's operator, where there is one."""

@@ -23,6 +23,7 @@ from tests.server.backends.cuda.quantised_cases import (
     check_grouped,
     check_rounded,
     check_weight_only,
+    check_widened,
 )
 
 pytestmark = NEEDS_GPU
@@ -34,6 +35,12 @@ BY_NAME = {case.name: case for case in (*WEIGHT_ONLY, *ROUNDED, *CUT)}
 @pytest.mark.parametrize("case", WEIGHT_ONLY, ids=lambda case: case.name)
 def test_weight_only_products_equal_the_reference(case: WeightCase, rows: int, dtype: torch.dtype) -> None:
     check_weight_only(case, rows, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", WEIGHT_ONLY, ids=lambda case: case.name)
+def test_products_of_thousands_of_rows_take_the_weight_as_numbers(case: WeightCase, dtype: torch.dtype) -> None:
+    check_widened(case, dtype, GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
-"""Matrix products with weights in few bits: codes are unpacked in registers, and no whole weight is ever widened.
+"""Matrix products with weights in few bits: codes are unpacked in registers, and the weight is read as it is stored.
 
 A step of a program reads a run of bytes of each of its features, all of which lie behind each other in memory, and
 multiplies as many parts of the inputs as a byte has codes. Codes less their zero point are small integers, exact in
@@ -9,7 +9,8 @@ int8 are exact, those of float8 in float32, and both scales are applied in the o
 (`server/backends/reference/quantised.py`).
 
 Few rows are computed as in `linear.py`, whose split sums, experts and epilogue these are; many in larger tiles, each of
-which unpacks its part of the weight for itself. How codes lie in memory is `server/backends/cuda/packing.py`'s
+which unpacks its part of the weight for itself. For thousands that would be done dozens of times over: there `widened`
+writes the weight as numbers, for a product of 16 bits. How codes lie in memory is `server/backends/cuda/packing.py`'s
 business.
 
 Shapes: T rows, D input features, F output features, E experts, S steps, G groups of inputs.
@@ -37,6 +38,7 @@ from server.backends.cuda.packing import PackedWeight
 
 MAX_TILE_ROWS, MAX_GATED_ROWS = 128, 64
 WIDE_STEP = 128  # inputs; more are wide
+WIDENED_FEATURES = 32  # that a program writes, of one step
 MOST_FEW_ROWS: tl.constexpr = tl.constexpr(16)
 
 
@@ -139,6 +141,31 @@ def multiply_packed(
         num_warps=tiling.warps,
         num_stages=tiling.stages,
         enable_fp_fusion=input_scale is None,  # the reference rounds each product and each sum
+    )
+    return out
+
+
+def widened(packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [F, places] as numbers of `dtype`, for inputs that are laid out in its places and not rounded."""
+    steps, outputs, piece = packed.codes.shape
+    out = torch.empty(outputs, packed.places, dtype=dtype, device=packed.codes.device)
+    _widen[(steps, triton.cdiv(outputs, WIDENED_FEATURES))](
+        packed.codes,
+        packed.scale,
+        packed.zero,
+        packed.levels,
+        out,
+        outputs,
+        packed.codes.stride(0),
+        packed.codes.stride(1),
+        packed.places,
+        FEATURES=WIDENED_FEATURES,
+        PIECE=piece,
+        PART=packed.part,
+        PARTS=packed.parts,
+        BITS=packed.bits,
+        GROUP_PARTS=packed.group_parts,
+        ZERO=packed.fixed_zero,
     )
     return out
 
@@ -277,13 +304,13 @@ def _multiply_packed(
                     given = given & (across >= 0) & (across < inputs)
                 columns = tl.load(x + near_row + across, mask=given, other=0.0)
                 part = sum_of * SUM_PARTS + within
-                left = widened(raw, of_zero, levels, part, BITS, PART // 2, HAS_ZERO, ZERO, columns.dtype)
+                left = numbers(raw, of_zero, levels, part, BITS, PART // 2, HAS_ZERO, ZERO, columns.dtype)
                 sums = plus_product(left, columns, sums, PART)
                 if HAS_SUMS:
                     units = ones(FEATURES, PART // 2, BITS, columns.dtype)
                     of_inputs = tl.dot(units, columns, of_inputs, input_precision="ieee")
                 if IS_GATED:
-                    left = widened(up_raw, up_zero, levels, part, BITS, PART // 2, HAS_ZERO, ZERO, columns.dtype)
+                    left = numbers(up_raw, up_zero, levels, part, BITS, PART // 2, HAS_ZERO, ZERO, columns.dtype)
                     up_sums = plus_product(left, columns, up_sums, PART)
             if IS_ONE:
                 y, up = sums, up_sums
@@ -332,6 +359,45 @@ def _multiply_packed(
 
 
 @triton.jit
+def _widen(
+    codes,
+    scale,
+    zero,
+    levels,
+    out,
+    outputs,
+    step_stride,
+    feature_stride,
+    places,
+    FEATURES: tl.constexpr,
+    PIECE: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP_PARTS: tl.constexpr,
+    ZERO: tl.constexpr,
+):
+    """Some features of one step."""
+    step = tl.program_id(0)
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    real = feature < outputs
+    row = feature[:, None].to(tl.int64)
+    place = tl.cast(step, tl.int64) * step_stride + row * feature_stride + tl.arange(0, PIECE)[None, :]
+    raw = tl.load(codes + place, mask=real[:, None], other=0)
+    for part in tl.static_range(PARTS):
+        at = step * PARTS + part
+        where = feature
+        if GROUP_PARTS > 0:
+            where += at // GROUP_PARTS * outputs
+        scales, zeros = _of_features(scale, zero, where, real)
+        value = numbers(raw, zeros, levels, part, BITS, PART // 2, False, ZERO, out.dtype.element_ty).to(tl.float32)
+        if zero is not None:
+            value -= zeros.to(tl.float32)[:, None]
+        target = out + row * places + at * PART + tl.arange(0, PART)[None, :]
+        tl.store(target, (value * scales[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
 def _of_features(scale, zero, where, real):
     """[FEATURES]: the scale of each feature in one group in float32, and its zero point, or the scale again."""
     scales = tl.load(scale + where, mask=real, other=0.0).to(tl.float32)
@@ -370,7 +436,7 @@ def _less(total, offset, feature, real):
 
 
 @triton.jit
-def widened(
+def numbers(
     raw,
     zeros,
     levels,

@@ -22,6 +22,7 @@ from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.around import finish_integers
 from server.backends.cuda.kernels.linear import Epilogue
+from server.backends.cuda.kernels.packed import widened
 from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode, compiled_for
 from server.quantisation.random_weight import Kind, noise
 from server.quantisation.stored import QuantisedWeight, RoundedInputs
@@ -71,6 +72,18 @@ def test_products_fit_into_the_shared_memory_of_small_gpus(kind: str, rows: int,
     with compiled_for("8.9") as codes:
         launch_quantised(kind, rows, is_gated=is_gated)
     assert all(code.fits for code in codes), codes
+
+
+WEIGHTS_ALONE = [kind for kind, its in QUANTISED_KINDS.items() if its.inputs is None]
+
+
+@pytest.mark.parametrize("kind", in_suite([ZEROS], WEIGHTS_ALONE))
+def test_a_weight_is_widened_in_whole_units_of_memory(kind: str, found: list[MachineCode]) -> None:
+    made = layer(noise(QUANTISED_KINDS[kind], 1024, 1024, CPU))
+    widened(made.packed, torch.bfloat16)
+    (code,) = found
+    stores = [name for name in code.full_instructions if name.startswith("STG")]
+    assert stores and all(".64" in name or ".128" in name for name in stores), code.full_instructions
 
 
 @pytest.mark.parametrize("kind", in_suite([ZEROS], [PLAIN]))

@@ -41,6 +41,7 @@ from tests.server.backends.cuda.quantised_cases import (
     check_grouped,
     check_rounded,
     check_weight_only,
+    check_widened,
 )
 
 __all__ = ["inside", "quick_calls"]
@@ -91,6 +92,12 @@ def test_weight_only_products_equal_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", in_suite(IN_16_BITS, [case.name for case in WEIGHT_ONLY[:3] + WEIGHT_ONLY[12:18]]))
 def test_weight_only_products_in_16_bits_are_close_to_the_reference(name: str) -> None:
     check_weight_only(BY_NAME[name], 3, torch.float16, CPU)
+
+
+@pytest.mark.parametrize("name", in_suite(IN_32_BITS + IN_16_BITS, [case.name for case in WEIGHT_ONLY]))
+def test_products_of_thousands_of_rows_take_the_weight_as_numbers(name: str) -> None:
+    check_widened(BY_NAME[name], torch.float16, CPU)
+    check_widened(BY_NAME[name], torch.float16, CPU, is_gated=True)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,23 @@ def check_weight_only(
         close(dense.finest(x.float(), bias.float()), found, dtype)
 
 
+def check_widened(case: WeightCase, dtype: torch.dtype, device: torch.device, *, is_gated: bool = False) -> None:
+    """As `check_weight_only`, by the weight as numbers, as thousands of rows are multiplied."""
+    from server.backends.cuda.kernels.linear import Epilogue
+    from server.backends.cuda.quantised import MOST_UNPACKED_ROWS
+
+    features = case.features * (2 if is_gated else 1)
+    weight = case.weight(device, features)
+    x = random(5, weight.shape[1], dtype=dtype, device=device)
+    bias, residual = (random(*size, dtype=dtype, device=device) for size in ((features,), (5, case.features)))
+    made = layer(weight, dtype, is_gated=is_gated, processors=ONE_SPLIT)
+    (way,) = made.ways(2 * MOST_UNPACKED_ROWS)
+    assert (dtype != torch.float32) is (way == made.by_widening) and way not in made.ways(MOST_UNPACKED_ROWS)
+    dense = DenseFormat(weight.dequantised(), is_gated=is_gated)
+    found = made.by_widening(made.inputs(x), Epilogue(bias, Activation.SILU, residual), dtype)
+    close(dense(x.float(), bias.float(), Activation.SILU, residual.float()), found, dtype)
+
+
 def check_rounded(case: WeightCase, rows: int, dtype: torch.dtype, device: torch.device) -> None:
     """As the reference's emulation: to the last bit in int8 and one group, else but for the order of sums."""
     from server.backends.cuda.kernels.linear import Epilogue
