@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.chat.arguments import NOTHING, Arguments
+from router.chat.arguments import MOST_SCHEMAS, NOTHING, Arguments
 from router.chat.formats import ReasoningFormat, Tags, ToolFormat, Writing
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.errors import ValidationError
@@ -289,7 +289,10 @@ class _TaggedCall:
         types, choices = self.known.types(schema), self.known.choices(schema)
         if choices or (types and "string" not in types):
             return False
-        for one in self.known.alternatives(schema) or () if self.tool.strict else ():
+        alternatives = self.known.alternatives(schema) if self.tool.strict else []
+        if alternatives is None:
+            raise self._refused(f"has more than {MOST_SCHEMAS} schemas in unions: offer fewer, or leave `strict` out")
+        for one in alternatives:
             if "$ref" in one or (one is NOTHING and isinstance(schema, Mapping) and "$ref" in schema):
                 raise self._refused(f"has an argument {told[:64]} whose schema is not there: define it in `$defs`")
             if (keyword := next((name for name in OF_TEXTS if name in one), None)) is not None:

@@ -582,7 +582,10 @@ def test_unions_of_unions_cost_what_they_are_long() -> None:
     assert '{"k": 5}' == content.calls[0].arguments
     many = {f"a{at}": {"anyOf": [{"$ref": "#/$defs/d8"}]} for at in range(400)}
     levels["d0"] = {"type": "string"}
-    held(its, required(tools=(Tool("f", parameters={"properties": many, "$defs": levels}),)))
+    parameters = {"properties": many, "$defs": levels}
+    held(its, required(tools=(Tool("f", parameters=parameters),)))
+    with pytest.raises(ValidationError, match="the strict function f has more than 5000 schemas in unions"):
+        held(its, required(tools=(Tool("f", parameters=parameters, strict=True),)))
     assert perf_counter() - start < 2
 
 
