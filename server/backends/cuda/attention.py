@@ -59,7 +59,7 @@ class PagedAttention:
             decode(q, kv, out, meta, terms, processors, window=window, rotation=rotation, format=self._cache)
         if meta.longest:
             q = q if rotation is None else rotated(q, rotation, first=meta.num_decodes)
-            prefill(q, kv, out, meta, terms, processors.program_kib, window=window, format=self._cache)
+            prefill(q, kv, out, meta, terms, processors, window=window, format=self._cache)
         return out
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
@@ -80,7 +80,7 @@ class PagedAttention:
                     turned = rotated(heads[:, : -kv.shape[2]], rotation, first=first)
                     q, k = turned[:, : -kv.shape[2]], turned[:, -kv.shape[2] :]
                 store(kv, k, v, meta.slots, first=first, format=self._cache)
-            prefill(q, kv, out, meta, terms, processors.program_kib, window=window, format=self._cache)
+            prefill(q, kv, out, meta, terms, processors, window=window, format=self._cache)
         return out
 
     def _on(self, device: torch.device) -> tuple[ScoreTerms, Processors]:

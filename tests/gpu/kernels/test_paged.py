@@ -16,6 +16,7 @@ from tests.server.backends.cuda.kernel_cases import (
     CASES,
     HALVES,
     LATENT_CASES,
+    SPLIT_CHUNKS,
     STORED_CASES,
     TOLERANCES,
     Case,
@@ -32,6 +33,7 @@ from tests.server.backends.cuda.kernel_cases import (
     check_quantised,
     check_rotation,
     check_routing,
+    check_split_chunk,
 )
 
 pytestmark = NEEDS_GPU
@@ -61,6 +63,13 @@ def test_attention_over_rows_that_are_keys_and_values_equals_the_reference(
     case: LatentCase, dtype: torch.dtype
 ) -> None:
     check_latent(case, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SPLIT_CHUNKS)
+def test_split_keys_of_chunks_give_what_they_do_unsplit(name: str, dtype: torch.dtype) -> None:
+    for _ in range(20):  # programs finish in any order
+        check_split_chunk(SPLIT_CHUNKS[name], dtype, GPU)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)

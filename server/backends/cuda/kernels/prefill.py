@@ -5,6 +5,10 @@ A program owns a tile of one sequence's queries and one head. It walks the keys 
 windows reach to the last that any of them sees, so a causal or windowed step never loads the tiles that nobody sees.
 The keys of the step itself are read from the cache like all others: `write` was called before.
 
+A few queries behind many keys, as of a guess that is verified or of an agent's next turn, are tiles of too few programs
+to fill a GPU. Then as many programs share a tile's keys, and the last to arrive combines their parts, as in decodes
+(`splits.py`).
+
 Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
 """
 
@@ -12,13 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from server.backends.cuda.kernels.cache import INT8, PLAIN, Stored, code_offsets, load_scales, numbers, scale_offsets
 from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, finish_scores, load_blocks, padded, with_sink
-from server.backends.cuda.kernels.splits import LEAST_PROGRAM_KIB
+from server.backends.cuda.kernels.splits import LEAST_PROGRAM_KIB, Processors
 from server.backends.protocol import StepMeta
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 
@@ -32,25 +37,42 @@ class Tiles:
     warps: int
     stages: int  # of the compiler's pipeline
     kib: int = LEAST_PROGRAM_KIB  # of shared memory that a program must be able to have
+    longest: int = 1 << 31  # queries of a sequence that it is for
 
 
 # By bytes of an element and the most features of a padded head: wide ones fill registers and shared memory. The first
 # that fits is taken. The list of blocks takes every other stage of the pipeline, so that 5 of them load 2 tiles ahead,
 # and 3 one. Exact float32 products leave the matrix units unused: those are small.
 TILES = {
-    (2, 128): (Tiles(queries=128, keys=64, warps=8, stages=5),),
-    (2, 256): (Tiles(queries=128, keys=32, warps=8, stages=5, kib=163), Tiles(queries=64, keys=32, warps=8, stages=3)),
+    (2, 128): (
+        Tiles(queries=64, keys=64, warps=4, stages=5, kib=163, longest=64),
+        Tiles(queries=128, keys=64, warps=8, stages=5),
+    ),
+    (2, 256): (
+        Tiles(queries=64, keys=32, warps=8, stages=3, longest=64),
+        Tiles(queries=128, keys=32, warps=8, stages=5, kib=163),
+        Tiles(queries=64, keys=32, warps=8, stages=3),
+    ),
     (2, 512): (Tiles(queries=64, keys=32, warps=8, stages=3, kib=163), Tiles(queries=32, keys=32, warps=8, stages=3)),
     (4, 128): (Tiles(queries=16, keys=32, warps=4, stages=1),),
     (4, 512): (Tiles(queries=16, keys=16, warps=4, stages=1),),
 }
+# Programs that share a multiprocessor, where keys are split; keys that a part has at least, and parts at most.
+PROGRAMS_PER_PROCESSOR = 2
+LEAST_KEYS, MAX_SPLITS = 512, 32
 
 
-def choose_tiles(element_size: int, head_dim: int, program_kib: int) -> Tiles:
-    """The largest that fit into so much shared memory of a program."""
+def choose_tiles(element_size: int, head_dim: int, program_kib: int, longest: int) -> Tiles:
+    """Those for so many queries of a sequence and so much shared memory of a program."""
     width = padded(head_dim)
     fitting = next(tiles for (size, most), tiles in TILES.items() if size == element_size and width <= most)
-    return next(tiles for tiles in fitting if tiles.kib <= program_kib)
+    return next(tiles for tiles in fitting if tiles.kib <= program_kib and longest <= tiles.longest)
+
+
+def choose_splits(programs: int, processors: int, keys: int) -> int:
+    """Into how many parts the keys of each tile of queries are split, where the longest sequence has so many."""
+    wanted = PROGRAMS_PER_PROCESSOR * processors // programs
+    return max(min(wanted, keys // LEAST_KEYS, MAX_SPLITS), 1)
 
 
 def prefill(
@@ -59,21 +81,26 @@ def prefill(
     out: Tensor,
     meta: StepMeta,
     terms: ScoreTerms,
-    program_kib: int,
+    processors: Processors,
     *,
     window: int,
     format: KvFormat = AS_COMPUTED,
 ) -> None:
-    """Attend all rows of q [T, N, H] but the decodes' over kv [2, B, K, P, W] into those of out [T, N, H].
-
-    program_kib: shared memory that a program can have.
-    """
+    """Attend all rows of q [T, N, H] but the decodes' over kv [2, B, K, P, W] into those of out [T, N, H]."""
     heads, head_dim = q.shape[1:]
     stored = Stored.of(kv, format)
     assert q.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
-    tiles = choose_tiles(q.element_size(), head_dim, program_kib)
+    tiles = choose_tiles(q.element_size(), head_dim, processors.program_kib, meta.longest)
     chunks = len(meta.block_tables) - meta.num_decodes
-    _prefill[(triton.cdiv(meta.longest, tiles.queries), heads, chunks)](
+    query_tiles = triton.cdiv(meta.longest, tiles.queries)
+    programs = query_tiles * heads * chunks
+    splits = choose_splits(programs, processors.count, meta.block_tables.shape[1] * stored.block_size)
+    parts = log_sums = None
+    if splits > 1:
+        assert programs <= len(processors.arrivals)
+        parts = torch.empty(len(q), heads, splits, head_dim, dtype=torch.float32, device=q.device)
+        log_sums = torch.empty(len(q), heads, splits, dtype=torch.float32, device=q.device)
+    _prefill[(query_tiles * splits, heads, chunks)](
         q,
         stored.keys,
         stored.values,
@@ -81,6 +108,10 @@ def prefill(
         stored.value_scales,
         *format.scales,
         out,
+        parts,
+        log_sums,
+        None if parts is None else processors.arrivals,
+        splits,
         meta.starts,
         meta.positions,
         meta.visible,
@@ -97,6 +128,7 @@ def prefill(
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
         WINDOW=window,
+        LEAST=max(LEAST_KEYS // tiles.keys, 1),
         **stored.constants,
         **terms.constants,
         num_warps=tiles.warps,
@@ -104,7 +136,7 @@ def prefill(
     )
 
 
-@triton.jit(do_not_specialize=["num_decodes", "table_stride"])
+@triton.jit(do_not_specialize=["splits", "num_decodes", "table_stride"])
 def _prefill(
     q,
     k_cache,
@@ -114,6 +146,10 @@ def _prefill(
     k_divisor,
     v_divisor,
     out,
+    parts,
+    log_sums,
+    arrivals,
+    splits,
     query_starts,
     positions,
     visible,
@@ -130,6 +166,7 @@ def _prefill(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    LEAST: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -139,10 +176,16 @@ def _prefill(
     REACH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One tile of one sequence's queries, one head. The last tile first: it sees the most keys."""
+    """One tile of one sequence's queries, one head, all keys or a part of them.
+
+    The last tile first: it sees the most keys. LEAST: tiles of keys that a part has, unless it is the last.
+    """
     sequence, head = num_decodes + tl.program_id(2), tl.program_id(1)
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    if parts is not None:
+        tile, tiles = tile // splits, tiles // splits
     stop = tl.load(query_starts + sequence + 1)
-    begin = tl.load(query_starts + sequence) + (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    begin = tl.load(query_starts + sequence) + (tiles - 1 - tile) * QUERIES
     if begin >= stop:
         return
     tokens = begin + tl.arange(0, QUERIES)
@@ -162,6 +205,16 @@ def _prefill(
         if CHUNK:
             first = tl.maximum(first, earliest - earliest % CHUNK)
     last = tl.max(reach, axis=0)
+    split, used = 0, 1
+    if parts is not None:
+        split = tl.program_id(0) % splits
+        key_tiles = tl.cdiv(tl.maximum(last - first, 1), KEYS)
+        each = tl.maximum(tl.cdiv(key_tiles, splits), LEAST)
+        used = tl.cdiv(key_tiles, each)
+        if split >= used:
+            return
+        first += split * each * KEYS
+        last = tl.minimum(first + each * KEYS, last)
     table = tables + sequence.to(tl.int64) * table_stride
     best = tl.full([QUERIES], LOWEST, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -199,7 +252,38 @@ def _prefill(
         best = new_best
     if KIND != PLAIN:
         acc *= v_divisor
-    total = tl.maximum(total, 1.0)  # the best key counts 1, so that less means none
-    result = acc / with_sink(total, sinks, head, True, best)[:, None]
-    target = out + (row * (KV_HEADS * GROUP) + head) * HEAD_DIM + features
-    tl.store(target, result.to(out.dtype.element_ty), mask=asked_features)
+    place = row * (KV_HEADS * GROUP) + head
+    if parts is None:
+        _write(out, acc, total, best, sinks, head, place * HEAD_DIM + features, asked_features)
+    elif used == 1:
+        _write(out, acc, total, best, sinks, head, place * HEAD_DIM + features, asked_features)
+    else:
+        where = place * splits
+        weight = tl.maximum(total, 1.0)[:, None]
+        tl.store(parts + (where + split) * HEAD_DIM + features, acc / weight, mask=asked_features)
+        tl.store(log_sums + where + split, best[:, None] + tl.log2(weight), mask=asked[:, None])
+        tl.debug_barrier()
+        arrival = arrivals + (tl.program_id(2) * tl.num_programs(1) + head) * tiles + tile
+        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == used - 1:
+            tl.store(arrival, 0)
+            best_of_all = tl.full([QUERIES, 1], LOWEST, tl.float32)
+            total_of_all = tl.zeros([QUERIES, 1], tl.float32)
+            acc = tl.zeros([QUERIES, HEAD_PAD], tl.float32)
+            for other in range(used):
+                sums = tl.load(log_sums + where + other, mask=asked[:, None], other=LOWEST, cache_modifier=".cg")
+                part = parts + (where + other) * HEAD_DIM + features
+                values = tl.load(part, mask=asked_features, other=0.0, cache_modifier=".cg")
+                larger = tl.maximum(best_of_all, sums)
+                kept, weights = tl.exp2(best_of_all - larger), tl.exp2(sums - larger)
+                total_of_all = total_of_all * kept + weights
+                acc = acc * kept + weights * values
+                best_of_all = larger
+            total, best = tl.sum(total_of_all, axis=1), tl.max(best_of_all, axis=1)
+            _write(out, acc, total, best, sinks, head, place * HEAD_DIM + features, asked_features)
+
+
+@triton.jit
+def _write(out, acc, total, best, sinks, head, target, kept):
+    """Divide sums of values by those of their weights, of which the best counts 1: less means that there is none."""
+    result = acc / with_sink(tl.maximum(total, 1.0), sinks, head, True, best)[:, None]
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=kept)

@@ -90,9 +90,10 @@ def check_decode(case: HeadCase, code: MachineCode) -> None:
     assert (code.kernel == "decode_group") == any(code.instructions[name] for name in MATRIX), (case, code)
 
 
-def test_the_last_program_of_a_split_sequence_reads_what_the_others_wrote(found: list[MachineCode]) -> None:
-    launch_attention(BY_MODEL["bloom-560m"], chunk=0)
-    ptx = of_kernel(found, "decode_head").ptx
+@pytest.mark.parametrize("kernel", ["decode_head", "_prefill"])
+def test_the_last_program_of_split_keys_reads_what_the_others_wrote(kernel: str, found: list[MachineCode]) -> None:
+    launch_attention(BY_MODEL["bloom-560m"])
+    ptx = of_kernel(found, kernel).ptx
     count = ptx.index("atom.")
     assert ptx[count:].startswith("atom.global.gpu.acq_rel.add")
     written, barrier = ptx.rindex("st.global", 0, count), ptx.rindex("bar.sync", 0, count)

@@ -18,6 +18,7 @@ from tests.server.backends.cuda.interpreted_cases import check_model, inside, in
 from tests.server.backends.cuda.kernel_cases import (
     CASES,
     LATENT_CASES,
+    SPLIT_CHUNKS,
     STORED_CASES,
     check_attention,
     check_attention_to_stored,
@@ -30,6 +31,7 @@ from tests.server.backends.cuda.kernel_cases import (
     check_quantised,
     check_rotation,
     check_routing,
+    check_split_chunk,
     in_suite,
 )
 from tests.server.backends.recurrence_cases import CASES as RECURRENCES
@@ -105,6 +107,12 @@ def test_attention_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", in_suite(IN_16_BITS[:2], IN_16_BITS))
 def test_attention_in_16_bits_is_close_to_the_reference(name: str) -> None:
     check_attention(CASES[name], torch.float16, CPU)
+
+
+@pytest.mark.parametrize("name", SPLIT_CHUNKS)
+@pytest.mark.parametrize("dtype", in_suite([torch.float32], [torch.float16]), ids=str)
+def test_split_keys_of_chunks_give_what_they_do_unsplit(name: str, dtype: torch.dtype) -> None:
+    check_split_chunk(SPLIT_CHUNKS[name], dtype, CPU)
 
 
 @pytest.mark.parametrize(("name", "format"), in_suite(CODES[:3], CODES), ids=named)

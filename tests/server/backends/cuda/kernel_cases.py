@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -237,6 +238,31 @@ def check_attention(case: Case, dtype: torch.dtype, device: torch.device) -> Non
     if rotation is None:
         torch.testing.assert_close(expected_kv, found_kv.float(), atol=0, rtol=0)
     check_nothing_is_left(backend, device)
+
+
+# Few queries behind many keys, which are split; some sequences have keys for fewer parts than others.
+SPLIT_CHUNKS = {
+    "of all terms": Case([(100, 4), (40, 40), (150, 60)], (4, 2), 64, all_terms, processors=64),
+    "behind decodes, in a window with sinks": Case([(40, 1), (150, 5), (7, 7)], (4, 2), 64, sinking, 100, 16),
+    "with heads of 256": Case([(130, 40)], (2, 1), 256, capped, processors=16),
+    "in chunks": Case([(150, 20)], (4, 2), 80, chunked, processors=16),
+}
+
+
+def check_split_chunk(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    """As `check_attention`, with parts of a few keys."""
+    from server.backends.cuda.kernels import prefill
+
+    chosen = []
+
+    def noted(*given: int) -> int:
+        chosen.append(choose(*given))
+        return chosen[-1]
+
+    choose = prefill.choose_splits
+    with patch.object(prefill, "LEAST_KEYS", 16), patch.object(prefill, "choose_splits", noted):
+        check_attention(case, dtype, device)
+    assert len(chosen) == 1 and chosen[0] > 1
 
 
 def check_attention_to_stored(case: Case, dtype: torch.dtype, device: torch.device) -> None:
