@@ -66,6 +66,7 @@ from router.text.tokenizer import ModelTokenizer
 
 STATIC = Path(__file__).parent / "documentation"
 NUM_ASIDE = 2  # processes for what clients can make expensive
+CHAT_NICENESS = 5  # of those for chats: a third of a shard's share of a core, for a few milliseconds of each request
 
 
 def create_app(
@@ -97,14 +98,15 @@ def create_app(
     adapters = adapters_of(config, model.world_size)
     metrics.adapters.expect(adapters.names())
     generator = Generator(validator, batcher, metrics, tracer, permits, adapters)
+    template = chat_template if chat_template is not None else chat_template_of(config)
     services = Services(
         config=config,
         limits=limits,
         model=model,
         cache=cache,
         tokenizer=tokenizer,
-        chat_template=chat_template if chat_template is not None else chat_template_of(config),
-        aside=Sandbox(NUM_ASIDE),
+        chat_template=template,
+        aside=Sandbox(NUM_ASIDE, tasks=template.tasks, niceness=CHAT_NICENESS),
         shards=shards,
         batcher=batcher,
         metrics=metrics,

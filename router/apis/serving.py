@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from router.accounts import Account, Permits
 from router.batching.batcher import Batcher
-from router.chat.pieces import AnswerReader, PlainReader
+from router.chat.pieces import AnswerReader, PlainReader, call_ids
 from router.chat.prompting import rendering
 from router.chat.reading import AnswerFormats, Reading
 from router.chat.template import ChatTemplate
@@ -262,11 +262,18 @@ class Turn:
         one = PromptRequest(self.render, given, **fixed, model=self.model)
         return one if self.reading is None else self.reading.applied_to(one, self.begun)
 
-    def reader(self, services: Services, entry: Entry) -> AnswerReader:
-        """What takes the answer apart."""
+    def reader(self, services: Services, entry: Entry, created: int) -> AnswerReader:
+        """What takes the answer apart. created: when it began, in seconds since 1970."""
         if self.reading is None:
             return PlainReader()
-        return self.reading.reader(services.tokenizer.end_of(entry.request.prompt_ids), self.begun)
+        return reader_of(services, self.reading, entry, self.begun, created)
+
+
+def reader_of(services: Services, reading: Reading, entry: Entry, begun: str, created: int) -> AnswerReader:
+    """What takes an answer apart. Where a stream goes on on another server, calls have the same ids there."""
+    one = entry.request
+    make_id = call_ids(entry.request_id, created, one.sampling.seed, len(one.prompt_ids))
+    return reading.reader(services.tokenizer.end_of(one.prompt_ids), begun, make_id)
 
 
 def turn_of(
@@ -313,7 +320,7 @@ async def answer_turn(
     """The answer, as a stream of `frames` or as the whole that `shape` makes of it. Raises RouterError."""
 
     def reader(opened: OpenRequest) -> AnswerReader:
-        return turn.reader(services, opened.entries[0])
+        return turn.reader(services, opened.entries[0], continuing.created_of(request))
 
     if is_stream:
         return await stream(request, [asked], services, lambda opened: frames(opened, reader(opened)), ping=ping)

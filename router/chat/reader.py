@@ -17,7 +17,7 @@ from typing import Any
 
 from router.chat.channels import Header, HeaderReader
 from router.chat.formats import ReasoningFormat, ToolFormat
-from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
+from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from router.chat.quoted_values import QuotedReader
 from router.chat.streamed_values import Ended, JsonReader, Marks, NotThis, PythonReader, Sink, Source, Steps, decoded
 from router.chat.tags import TaggedReader
@@ -49,19 +49,14 @@ class ReadingRules:
 
 
 class Reader:
-    """An AnswerReader.
+    """An AnswerReader. make_id: of calls.
 
     is_reasoning: whether the prompt ends within reasoning; is_wrapped: behind the mark that an answer in words begins
     with.
     """
 
     def __init__(
-        self,
-        rules: ReadingRules,
-        is_reasoning: bool = False,
-        make_id: Callable[[], str] = new_call_id,
-        *,
-        is_wrapped: bool = False,
+        self, rules: ReadingRules, make_id: Callable[[], str], *, is_reasoning: bool = False, is_wrapped: bool = False
     ) -> None:
         self._rules = rules
         self._is_reasoning = is_reasoning
@@ -152,7 +147,7 @@ class Reader:
                 text, ending = yield from self._source.until(end)
                 held.append(text)
         except Ended:
-            inner = Reader(replace(self._rules, reasoning=None), make_id=self._make_id)
+            inner = Reader(replace(self._rules, reasoning=None), self._make_id)
             pieces = [*inner.feed("".join(held)), *inner.end()]
             if any(isinstance(piece, CallBegun) for piece in pieces):
                 self._pieces.drop_blanks()

@@ -5,7 +5,7 @@ Left out: taking an answer apart (`reader.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -146,14 +146,18 @@ class Reading:
     def _grammar(self) -> AnswerGrammar:
         return AnswerGrammar(self.rules.reasoning, self.formats.token_ids, self.formats.mark_ids)
 
-    def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
+    def reader(self, prompt_end: str, begun: str, make_id: Callable[[], str]) -> AnswerReader:
         """A reader for one answer.
 
-        prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
-        within reasoning, or behind the mark of an answer in words.
+        make_id: of calls. prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether
+        the answer begins within reasoning, or behind the mark of an answer in words.
         """
-        is_wrapped = self._is_wrapped(prompt_end, begun)
-        return Reader(self.rules, self._is_within(prompt_end, begun), is_wrapped=is_wrapped)
+        return Reader(
+            self.rules,
+            make_id,
+            is_reasoning=self._is_within(prompt_end, begun),
+            is_wrapped=self._is_wrapped(prompt_end, begun),
+        )
 
     def _is_wrapped(self, prompt_end: str, begun: str) -> bool:
         its = self.rules.reasoning

@@ -8,6 +8,8 @@ Left out: what messages look like in each API, and reading tool calls out of wha
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ MOST_VARIABLES = 16
 VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 MOST_VARIABLE_CHARACTERS = 1000
 MOST_NUMBER = 2**53
+MOST_COMPILED_CHARACTERS = 100_000  # Linux gives a process arguments of 131,072 bytes each
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -42,8 +45,8 @@ class ChatTemplate:
 
     named: Mapping[str, str]
     special_tokens: Mapping[str, str]
-    # What each takes of a conversation, by whether tools are offered; found when it is first needed.
-    _taken: dict[bool, turns.Taken] = field(default_factory=dict, repr=False, compare=False)
+    # What each takes of a conversation, by whether tools are offered: found when it is first needed, for all who wait.
+    _taken: dict[bool, asyncio.Task[turns.Taken]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def load(
@@ -61,6 +64,12 @@ class ChatTemplate:
         else:
             named = _of_config(config.get("chat_template"), config_path) | _of_folder(folder)
         return cls(named, _special_tokens({**read_json(folder / "special_tokens_map.json"), **config}))
+
+    @property
+    def tasks(self) -> tuple[str, str]:
+        """What a `Sandbox` is made with that renders them: they are compiled before anybody asks, unless too long."""
+        given = json.dumps(list(self.named.values()))
+        return "router.sandbox.tasks", given if len(given) <= MOST_COMPILED_CHARACTERS else ""
 
     def choose(self, has_tools: bool) -> str:
         """The template for a request. Raises ValidationError where the model has none."""
@@ -114,13 +123,18 @@ class ChatTemplate:
 
     async def taken(self, aside: Sandbox, owner: str, *, has_tools: bool) -> turns.Taken:
         """What the template takes of a conversation. Raises ValidationError where there is none."""
-        if has_tools not in self._taken:
+        if (taken := self._taken.get(has_tools)) is None:
             write = partial(self._tried, aside, owner, self.choose(has_tools), has_tools)
-            try:
-                self._taken[has_tools] = await turns.tried(write, has_tools=has_tools)
-            except TaskTooLarge:
-                return turns.Taken()  # the next request finds out
-        return self._taken[has_tools]
+            taken = self._taken[has_tools] = asyncio.create_task(turns.tried(write, has_tools=has_tools))
+            taken.add_done_callback(partial(self._forget_failed, has_tools))
+        try:
+            return await asyncio.shield(taken)
+        except TaskTooLarge:
+            return turns.Taken()  # the next request finds out
+
+    def _forget_failed(self, has_tools: bool, taken: asyncio.Task[turns.Taken]) -> None:
+        if taken.cancelled() or taken.exception() is not None:
+            del self._taken[has_tools]
 
     async def _tried(
         self,

@@ -148,12 +148,12 @@ def _end_if_failed(done: Future[None]) -> None:
 def main() -> int:
     """Follow texts until standard input ends. Returns the exit code."""
     niceness, memory_mb, seconds, matchers = sys.argv[1:]
-    lower_priority(int(niceness))
     most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     threading.stack_size(2 * STACK_BYTES)  # what was compiled in the sandbox may recurse as deep here
     deadlines = Deadlines(float(seconds))
     follower = Follower(Matchers(**json.loads(matchers)), deadlines)
+    lower_priority(int(niceness))  # before there are threads; the tokenizer is no client's
     _say({})
     Thread(target=deadlines.watch, daemon=True).start()
     for line in sys.stdin:

@@ -2,7 +2,8 @@
 
 It imports what tasks need. Then it reads messages from standard input, a socket: each brings a connection, for which it
 forks a child. A child sends {"pid": …} once it is ready. Then it reads one line of JSON for each task and answers with
-one: its number, and {"result": …} or {"error": "…"}. All have the given priority and memory limit.
+one: its number, and {"result": …} or {"error": "…"}. All have the given memory limit. Children alone have the given
+priority: what is imported is no client's, and at a low one it would take minutes where the cores are busy.
 
 When a child ends, the fork server sends {"ended": STATUS} on the child's connection: an exit code or the negative
 number of a signal. It does not reap the child before the pool has closed its end of the connection, so that a kill that
@@ -32,7 +33,6 @@ MEGABYTE = 2**20
 def main() -> int:
     """Fork children until the pool closes its end. Returns the exit code."""
     niceness, memory_mb, module, argument = sys.argv[1:]
-    lower_priority(int(niceness))
     most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _, most_stack = resource.getrlimit(resource.RLIMIT_STACK)
@@ -43,6 +43,7 @@ def main() -> int:
     connection = ForkServer().run()
     if connection is None:
         return 0
+    lower_priority(int(niceness))
     serve(tasks, connection)
     os._exit(0)
 
@@ -147,7 +148,7 @@ def _answer(tasks: Mapping[str, Task], order: dict[str, Any]) -> dict[str, Any]:
     except TaskError as error:
         return {"error": str(error)}
     except MemoryError:
-        return {"error": "it takes too much memory"}
+        return {"error": "it takes too much memory", "is_too_large": True}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A sandbox: does tasks in processes of their own, at the lowest priority and with bounds on time and memory.
+"""A sandbox: does tasks in processes of their own, at a low priority and with bounds on time and memory.
 
 A chat template that loops for ever, or a grammar whose automaton explodes, would hold the interpreter and with it every
 stream; a thread can neither be bounded nor ended. A process can: the fork server (`__main__.py`) has imported all that
@@ -7,8 +7,9 @@ connection of its own, which ends with it, so that no answer reaches the wrong t
 (`workers.py`), and a caller that is cancelled ends the child that works for it. Nobody waits longer than `WAIT_S`.
 
 A child that ends by itself has exceeded a bound of its task. One that was killed or stopped from outside says nothing
-about the task: it is done once more by a fresh child, and then refused with 503. A fork server that is late only
-because the cores are busy is left alone: another one would begin anew, and be no sooner ready.
+about the task: it is done once more by a fresh child, and then refused with 503. A task that is late only because the
+cores are busy gets more time, and is refused with 503 in the end, which says that it may be sent again; a fork server
+that is, is left alone: another one would begin anew, and be no sooner ready.
 
 Left out: which tasks there are (such as those of `tasks.py`). Nothing is started before `warm_up` or the first task.
 """
@@ -36,9 +37,9 @@ from router.sandbox.workers import FairSemaphore
 
 ROOT = Path(__file__).parents[2]  # where our packages are
 NICENESS = 19  # the lowest priority: at that of the shards it would make their steps twice as long
-PATIENCE = 10  # times the seconds of a task that it may take where it gets no time on the cores
+PATIENCE = 10  # times the seconds of a task that may pass until it has had them on the cores
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-START_S = 60.0  # for a fork server to import what its children work with, at the lowest priority
+START_S = 60.0  # for a fork server to import what its children work with
 FORK_S = 10.0  # for it to fork a child once it has
 BUSY_S = 60.0  # of CPU time, after which a fork server that still runs is taken for one that would for ever
 WAIT_S = 120.0  # for a place, a process and an answer together
@@ -52,9 +53,10 @@ class _Lost(Exception):
 
 
 class Sandbox:
-    """num: children at most. seconds: for one task. memory_mb: for one process.
+    """num: children at most. seconds: for one task, on the cores. memory_mb: for one process.
 
-    tasks: the module of the tasks, and the argument of its `tasks` function.
+    tasks: the module of the tasks, and the argument of its `tasks` function. niceness: the children's priority, the
+    lowest unless given.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class Sandbox:
         seconds: float = 1.0,
         memory_mb: int = 1024,
         tasks: tuple[str, str] = ("router.sandbox.tasks", ""),
+        niceness: int | None = None,
     ) -> None:
-        self._arguments = (str(memory_mb), *tasks)
+        self._arguments = (str(NICENESS if niceness is None else niceness), str(memory_mb), *tasks)
         self._seconds = seconds
         self._semaphore = FairSemaphore(num)
         self._fork_server: _ForkServer | None = None
@@ -91,7 +94,7 @@ class Sandbox:
         except TimeoutError:
             raise _unavailable(_Lost(f"no process had done it within {WAIT_S:g} s")) from None
         if "error" in answer:
-            raise TaskError(answer["error"])
+            raise (TaskTooLarge if "is_too_large" in answer else TaskError)(answer["error"])
         return answer["result"]
 
     async def close(self) -> None:
@@ -142,7 +145,7 @@ class Sandbox:
         if self._fork_server is None or not self._fork_server.is_alive:
             if self._fork_server is not None:
                 self._end_fork_server(self._fork_server)
-            self._fork_server = _ForkServer(str(NICENESS), *self._arguments)
+            self._fork_server = _ForkServer(*self._arguments)
         return self._fork_server
 
     async def _forked_by(self, fork_server: _ForkServer) -> _Child:
@@ -235,11 +238,10 @@ class _Child:
             raise _Lost(str(error)) from None
 
     async def ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Its answer. Raises TaskError where none comes in time, and _Lost.
+        """Its answer. Raises TaskError where none comes within so many seconds on the cores, Unavailable, and _Lost.
 
-        On busy cores the lowest priority may get next to no CPU time. A child that has had less than a tenth of its
-        `seconds` when they have passed gets more: nearly all tasks take less than that, and an endless task is not
-        ended much later than on idle cores.
+        On busy cores a low priority may get next to no CPU time. What had too little of it for nearly any task is
+        perhaps asked again; what had more is not, so that an endless task is not done twice.
         """
         if self._writer.is_closing():  # where uvloop would raise
             raise _Lost("the process for it has ended")
@@ -248,15 +250,17 @@ class _Child:
         reading = asyncio.ensure_future(self._answer_to(self._num_orders))
         begun = self.cpu_seconds()
         try:
-            for quarter in range(1, 4 * PATIENCE + 1):
+            for _ in range(4 * PATIENCE):
                 await asyncio.wait((reading,), timeout=seconds / 4)
                 if reading.done():
                     return reading.result()
                 if self.is_stopped():
                     raise _Lost("the process for it was stopped")
-                if quarter >= 4 and self.cpu_seconds() - begun > seconds / 10:
+                had = self.cpu_seconds() - begun
+                if had > seconds:
                     raise TaskTooLarge(f"it takes longer than {seconds:g} s")
-            raise _Lost("the process for it got no CPU time")
+            lost = _Lost("the cores are busy, and the process for it got too little time on them")
+            raise lost if had < seconds / 10 else _unavailable(lost)
         finally:
             if not reading.cancel() and not reading.cancelled():
                 reading.exception()  # retrieved, where the caller was cancelled

@@ -5,7 +5,10 @@ Imported by the processes of `__main__.py` alone, because transformers is large.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
@@ -13,6 +16,8 @@ from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from router.sandbox import Task, TaskError
+
+COMPILE_S = 2.0  # for the model's templates, each
 
 
 def render_chat(
@@ -52,5 +57,28 @@ def render_chat(
 
 
 def tasks(argument: str) -> Mapping[str, Task]:
-    """All tasks by name. argument: none is needed."""
+    """All tasks by name. argument: the model's templates, a list in JSON, or nothing.
+
+    They are compiled here, which takes up to 50 ms, so that no child has to: transformers keeps what it has compiled.
+    What is wrong with one, each request will say.
+    """
+    for template in json.loads(argument or "[]"):
+        with suppress(Exception), _within(COMPILE_S):  # the server has other requests than chats
+            render_chat(template, [{"role": "user", "content": ""}], None, {}, True, False)
     return {"render_chat": render_chat}
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block once it has had so much time on the cores."""
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

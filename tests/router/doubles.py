@@ -350,7 +350,7 @@ def tasks_in_process() -> Iterator[None]:
     """Servers in this block start no process for tasks aside, which takes longer than most tests."""
 
     async def new_child(pool: Sandbox) -> TasksInProcess:
-        return TasksInProcess(*pool._arguments[1:])
+        return TasksInProcess(*pool._arguments[2:])
 
     with patch.object(Sandbox, "_new_child", new_child):
         yield

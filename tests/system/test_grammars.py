@@ -8,7 +8,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ import pytest
 from pydantic import BaseModel
 
 from lockstep_ray.streams import Stream
+from router.apis.app import CHAT_NICENESS
 from router.requests.continuing import KEY_HEADER, LENGTH_HEADER
 from tests.running import Server, body, children_of, events_of, generate_all, tokens_of
 from tests.system.schemas import draw, random_schema
@@ -256,13 +257,20 @@ def matcher_processes(server: Server) -> list[int]:
 
 
 def test_what_works_beside_the_router_gives_way(server: Server) -> None:
-    """Beside shards on the same cores it has the lowest priority, as the tests of the router do without."""
+    """What clients' grammars cost has the lowest priority beside shards, and templates of chats one in between."""
+
+    def priorities(pids: Iterable[int]) -> set[int]:
+        return {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
+
+    def children_of_fork_servers() -> list[int]:
+        return [child for pid in children_of(server.router()) for child in children_of(pid)]
+
     generated(server, [held(GRAMMARS[0], 7)])
     assert matcher_processes(server)
     # A process asks for it as soon as it runs, which on busy cores may be late.
-    assert eventually(lambda: {19} == {os.getpriority(os.PRIO_PROCESS, pid) for pid in children_of(server.router())})
-    served = {os.getpriority(os.PRIO_PROCESS, pid) for pid in (server.router(), *server.shards())}
-    assert {os.getpriority(os.PRIO_PROCESS, 0)} == served
+    assert eventually(lambda: {19} == priorities(matcher_processes(server)))
+    assert eventually(lambda: {CHAT_NICENESS, 19} == priorities(children_of_fork_servers()))
+    assert priorities([os.getpid()]) == priorities([server.router(), *server.shards()])
 
 
 @pytest.mark.parametrize("victim", ["shard", pytest.param("matchers", marks=pytest.mark.rest)])

@@ -16,7 +16,17 @@ from router.apis.openai.answers import ChatCompletion, ErrorAnswer, TextCompleti
 from router.apis.openai.logprobs import Scoring
 from router.apis.openai.requests import ChatRequest, CompletionRequest, Generation
 from router.apis.openai.streams import DONE_DATA, ChatChunk, TextChunk, UsageWanted
-from router.apis.serving import Handler, Services, collect, json_response, read, shaped, stream, values_of_conversations
+from router.apis.serving import (
+    Handler,
+    Services,
+    collect,
+    json_response,
+    read,
+    reader_of,
+    shaped,
+    stream,
+    values_of_conversations,
+)
 from router.apis.tgi.bodies import response_headers
 from router.chat.pieces import CountingReader
 from router.chat.prompting import rendering
@@ -112,8 +122,10 @@ class _Chat:
     def _readers(self, opened: OpenRequest) -> list[CountingReader] | None:
         if (reading := self.reading) is None:
             return None
-        ends = [self.services.tokenizer.end_of(entry.request.prompt_ids) for entry in opened.entries]
-        return [CountingReader(reading.reader(end, self.begun)) for end in ends]
+        return [
+            CountingReader(reader_of(self.services, reading, entry, self.begun, self.head.created))
+            for entry in opened.entries
+        ]
 
     @property
     def _reasoning(self) -> answers.ReasoningName | None:

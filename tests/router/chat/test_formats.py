@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 
 from router.chat.formats import AUTO, NONE, REASONING, SIGNS, TOOLS, reasoning_format_name, tool_format_name
-from router.chat.pieces import whole
+from router.chat.pieces import call_ids, whole
 from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
@@ -121,7 +121,7 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(name: str, with_to
     reading = formats.reading(offer([Tool("f")] if with_tools else [], ToolChoice()))
     assert reading is not None
     generated = GeneratedText(tokenizer, [1], [], 999, Ends(shows_stop=False, shown_ids=formats.mark_ids))
-    reader = reading.reader("")
+    reader = reading.reader("", "", call_ids())
     text = SAID.get(name, f"{its.begin}Why?{its.end}So")
     ids = tokenizer.tokenizer.encode(f"{text}<|other|>", add_special_tokens=False).ids
     assert len(ids) < len(text)  # of which the marks are one each

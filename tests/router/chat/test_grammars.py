@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from router.chat.formats import CHANNELS, REASONING
 from router.chat.grammars import schema_of
-from router.chat.pieces import whole
+from router.chat.pieces import call_ids, whole
 from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
@@ -154,7 +154,7 @@ def test_a_required_call_is_all_of_the_answer(name: str, more: tuple[str, ...], 
     reading = its.reading(required())
     assert reading is not None
     for text, expected in ((one, [ONE]), (two, [ONE, TWO])):
-        reader = reading.reader("")
+        reader = reading.reader("", "", call_ids())
         content = whole([*reader.feed(text), *reader.end()])
         assert (expected, "") == ([(call.name, call.arguments) for call in content.calls], content.text)
 
@@ -235,7 +235,7 @@ def test_beside_tools_an_answer_is_calls_or_keeps_to_its_format(
     grammar = asked.answer_grammar("<|im_start|>assistant\n") or ""
     for text in (call, '{"kind": "x"}'):
         assert accepts(tokenizer, grammar, text), text
-        reader = reading.reader("")
+        reader = reading.reader("", "", call_ids())
         content = whole([*reader.feed(text), *reader.end()])
         assert (
             ("", 1) == (content.text, len(content.calls))
@@ -386,7 +386,7 @@ def test_messages_with_headers_are_held_too() -> None:
     within = held(its, required(), "<|channel|>analysis<|message|>") or ""
     thoughts = ANALYSIS.removeprefix("<|channel|>analysis<|message|>")
     assert accepts(tokenizer, within, thoughts + call) and not accepts(tokenizer, within, call)
-    reader = (its.reading(required()) or pytest.fail()).reader("")
+    reader = (its.reading(required()) or pytest.fail()).reader("", "", call_ids())
     content = whole([*reader.feed(ANALYSIS + call), *reader.end()])
     assert ("Well, so", "", [ONE]) == (content.reasoning, content.text, [(c.name, c.arguments) for c in content.calls])
 
@@ -511,7 +511,7 @@ def test_an_argument_between_tags_is_held_and_read_as_its_schema_says(
     for text, value in good.items():
         written = argument(name, text)
         assert accepts(marked(), grammar, written), text
-        reader = reading.reader("")
+        reader = reading.reader("", "", call_ids())
         [call] = whole([*reader.feed(written), *reader.end()]).calls
         assert {"k": value} == json.loads(call.arguments)
     for text in bad:
@@ -544,7 +544,7 @@ def test_arguments_that_are_not_named_in_properties_are_told_and_read(
     for text, value in good.items():
         written = argument(name, text)
         assert accepts(marked(), grammar, written)
-        reader = reading.reader("")
+        reader = reading.reader("", "", call_ids())
         assert {"k": value} == json.loads(whole([*reader.feed(written), *reader.end()]).calls[0].arguments)
     assert bad is None or not accepts(marked(), grammar, argument(name, bad))
 
@@ -577,7 +577,7 @@ def test_unions_of_unions_cost_what_they_are_long() -> None:
     start = perf_counter()
     grammar, reading = held(its, offered) or "", its.reading(offered)
     assert accepts(marked(), grammar, argument("seed", "5")) and not accepts(marked(), grammar, argument("seed", "x"))
-    reader = (reading or pytest.fail()).reader("")
+    reader = (reading or pytest.fail()).reader("", "", call_ids())
     content = whole([*reader.feed(argument("seed", "5")), *reader.end()])
     assert '{"k": 5}' == content.calls[0].arguments
     many = {f"a{at}": {"anyOf": [{"$ref": "#/$defs/d8"}]} for at in range(400)}
@@ -612,7 +612,7 @@ def test_slashes_of_an_expression_are_its_own(expression: str) -> None:
 def test_what_a_strict_grammar_does_not_hold_is_read_as_no_call(name: str, text: str) -> None:
     for tools, num_calls in (((STRICT,), 0), ((WEATHER,), 1)):
         reading = formats(name).reading(offer(tools, ToolChoice())) or pytest.fail()
-        reader = reading.reader("")
+        reader = reading.reader("", "", call_ids())
         content = whole([*reader.feed(text), *reader.end()])
         assert num_calls == len(content.calls)
         assert num_calls or text == content.text
@@ -677,7 +677,7 @@ def test_a_strict_call_begins_with_the_mark_that_holds_it() -> None:
     for tools, num_calls in (((STRICT,), 0), ((WEATHER,), 1)):
         reading = formats("qwen3_coder").reading(offer(tools, ToolChoice()))
         assert reading is not None
-        reader = reading.reader("")
+        reader = reading.reader("", "", call_ids())
         assert num_calls == len(whole([*reader.feed(written), *reader.end()]).calls)
 
 

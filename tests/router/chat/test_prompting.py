@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from router.apis.openai.requests import ChatRequest, messages_of, offered
 from router.chat.formats import REASONING, TOOLS
-from router.chat.pieces import whole
+from router.chat.pieces import call_ids, whole
 from router.chat.prompting import INSTRUCTION, for_template, rendering
 from router.chat.reader import Reader, ReadingRules
 from router.chat.template import ChatTemplate
@@ -123,7 +123,7 @@ def test_a_call_is_read_as_its_template_writes_it(family: str) -> None:
     asked = prompt(HISTORY[:2])
     written = prompt(HISTORY[:3], add_generation_prompt=False).removeprefix(asked)
     rules = ReadingRules(TOOLS[family], {"weather": TOOL["function"]["parameters"]}, reasoning=REASONING["think"])
-    reader = Reader(rules)
+    reader = Reader(rules, call_ids())
     [call] = whole([*reader.feed(written), *reader.end()]).calls
     assert ("weather", ARGUMENTS) == (call.name, json.loads(call.arguments))
 

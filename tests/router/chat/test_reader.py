@@ -36,7 +36,7 @@ def reader(
     ids = map("id{}".format, itertools.count())
     its, thoughts = TOOLS[tools] if tools else None, REASONING[reasoning] if reasoning else None
     rules = ReadingRules(its, SCHEMAS, not one, thoughts)
-    return Reader(rules, inside, ids.__next__)
+    return Reader(rules, ids.__next__, is_reasoning=inside)
 
 
 def pieces(it: Reader, *parts: str) -> list[Piece]:

@@ -115,7 +115,7 @@ def test_a_prompt_has_all_that_an_agent_sends(name: str) -> None:
         assert sorted(places) == places
     else:  # each call is followed by its result
         assert prompt.index("Ulm") < prompt.index("rain") < prompt.index("Bonn") < prompt.index("sun")
-    assert [taken] == list(template._taken.values())
+    assert [taken] == [found.result() for found in template._taken.values()]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

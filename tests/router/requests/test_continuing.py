@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,37 @@ async def test_a_stream_that_changes_servers_is_the_stream_of_one(sampled: bool,
                         await compare([one, other], path, body, every)
             await one.all_free()
             await other.all_free()
+
+
+CALL = '{"name": "look", "arguments": {"at": "Ulm and Zürich"}}'
+LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
+CALLS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": PROMPT, "tools": [{"type": "function", **LOOK}], "max_output_tokens": 100},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": PROMPT}],
+        "tools": [{"type": "function", "function": LOOK}],
+        "max_tokens": 100,
+    },
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_a_call_keeps_its_id_on_another_server(path: str, tmp_path: Path) -> None:
+    (template := tmp_path / "template.jinja").write_text(PROMPT)
+    options: dict[str, Any] = {"config": {"continuation_key": KEY, "chat_template": str(template)}}
+    shards = [fake_shards(make_limits(), **answering(CALL)) for _ in range(2)]
+    with tasks_in_process():
+        async with site(shards[0], **options) as one, site(shards[1], **options) as other:
+            cut, got, num_servers = Stream(), b"", 0
+            body = {**CALLS[path], "stream": True, "model": "m"}
+            while not cut.is_over:
+                if num_servers:
+                    cut.lost()
+                got += await begin((one, other)[num_servers % 2], path, body, cut, most_commits=1)
+                num_servers += 1
+    ids = re.findall(rb'"call_[0-9a-f]+"', got)
+    assert 1 == len(set(ids)) and num_servers > 2
+    assert path == "/v1/chat/completions" or len(ids) > 2
 
 
 async def compare(sites: list[Site], path: str, body: dict[str, Any], every: int) -> None:

@@ -108,11 +108,14 @@ async def test_what_a_template_may_not_is_one_sentence_and_the_same_process_does
 
 
 @pytest.mark.alone  # at this priority another test takes all the time there is
-async def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("given", "expected"), [({}, 19), ({"niceness": 7}, 7)])
+async def test_children_run_at_a_low_priority_and_end_with_the_pool(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, int], expected: int
+) -> None:
     monkeypatch.setattr("router.sandbox.pool.NICENESS", NICENESS)  # which other tests do without
-    async with sandbox() as pool:
+    async with sandbox(**given) as pool:
         fork_server, child = processes(pool)
-        assert [19, 19] == [os.getpriority(os.PRIO_PROCESS, pid) for pid in (fork_server, child)]
+        assert [0, expected] == [os.getpriority(os.PRIO_PROCESS, pid) for pid in (fork_server, child)]
         await pool.close()
         while is_alive(fork_server) or is_alive(child):
             await asyncio.sleep(0.01)
@@ -247,12 +250,13 @@ async def test_keys_are_served_by_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("had", "waits", "error"), [(0.0, 80, Unavailable), (0.004, 80, Unavailable), (1.0, 4, TaskError)]
+    ("had", "waits", "error"),
+    [(0.0, 80, Unavailable), (0.004, 80, Unavailable), (0.04, 40, Unavailable), (0.06, 1, TaskError)],
 )
 async def test_who_gets_no_time_on_the_cores_is_given_more(
     monkeypatch: pytest.MonkeyPatch, had: float, waits: int, error: type[Exception]
 ) -> None:
-    """And is not blamed for it: it is done once more, and then the server is too busy."""
+    """And is not blamed for it: what had next to nothing is done once more, and then the server is too busy."""
     asked: list[float] = []
     begun: set[_Child] = set()
 
