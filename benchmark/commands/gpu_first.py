@@ -41,8 +41,11 @@ KERNELS, ENGINES = "tests/gpu/kernels", "tests/gpu/engines"
 GRAPHS, RANKS = f"{ENGINES}/test_graphs.py", f"{ENGINES}/test_ranks.py"
 # Whether there is all that the other parts import, and a GPU: tests would be skipped without, and count as done.
 COMPLETE = (
-    "import router.__main__, server.service, transformers, torch; "
-    "assert torch.cuda.is_available(), 'torch sees no GPU'; print('all is there')"
+    "import os, shutil, sysconfig, router.__main__, server.service, transformers, torch; "
+    "assert torch.cuda.is_available(), 'torch sees no GPU'; "
+    "assert any(map(shutil.which, (os.environ.get('CC', 'cc'), 'gcc', 'clang'))), 'Triton finds no C compiler'; "
+    "where = sysconfig.get_paths()['include']; "
+    "assert os.path.isfile(where + '/Python.h'), 'Triton finds no Python.h in ' + where; print('all is there')"
 )
 CAPTURED_DECODE = f"{KERNELS}/test_paged.py::test_a_captured_decode_follows_its_sequences"
 BLOOMZ = tuple("latency --random-weights bloomz-7b1-mt --device cuda --dtype bfloat16 -d 100 -r 5".split())
@@ -115,7 +118,7 @@ def runs(output: Path, site: Path) -> dict[str, list[Part]]:
             ),
             Part(
                 "what is promised of one GPU", 420,
-                bench("gpu", "--serving-shape", "mistral-7b", "--limit", "120", "--output", str(output / "gpu.md")),
+                bench("gpu", "--serving-shape", "mistral-7b", "--limit", "150", "--output", str(output / "gpu.md")),
             ),
         ],
         "next": [

@@ -68,8 +68,8 @@ class GroupCollectives:
     def all_reduce(self, tensor: Tensor, operation: Operation) -> None:
         _collective(lambda: dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper())))
 
-    def all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        _collective(lambda: dist.all_gather(parts, tensor.contiguous()))
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        _collective(lambda: dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1)))
 
     def broadcast(self, tensor: Tensor) -> None:
         _collective(lambda: dist.broadcast(tensor, 0))
@@ -133,9 +133,9 @@ class Shard:
         self.progress.begun += 1
         if self.world_size == 1:
             return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self.collectives.all_gather(parts, tensor)
-        return parts
+        gathered = tensor.new_empty(self.world_size, *tensor.shape)
+        self.collectives.all_gather(gathered, tensor)
+        return list(gathered)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor in place of every rank's; returns `tensor`."""

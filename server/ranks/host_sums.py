@@ -32,8 +32,8 @@ class Collectives(Protocol):
     def all_reduce(self, tensor: Tensor, operation: Operation) -> None:
         """The sum, the largest or the smallest of all ranks' numbers, in place."""
 
-    def all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        """The ranks' equally shaped tensors, into `parts`, in the order of the ranks."""
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        """The ranks' equally shaped tensors, one behind the other, into one that has a dimension more in front."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's tensor in place of every rank's."""
@@ -82,14 +82,16 @@ class HostCollectives:
     def broadcast(self, tensor: Tensor) -> None:
         self._in_place(tensor, "broadcast", self._others.broadcast)
 
-    def all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        pieces = [self._pieces(part.view(-1)) for part in parts]
-        for own, *theirs in zip(self._pieces(tensor.reshape(-1)), *pieces, strict=True):
-            given, *taken = (self._staged(own, place) for place in range(1 + len(parts)))
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        rows, begin = gathered.view(len(gathered), tensor.numel()), 0
+        for own in self._pieces(tensor.reshape(-1)):
+            given = self._staged(own)
+            behind = self._memory[self._share : self._share + len(gathered) * own.nbytes]
+            taken = behind.view(own.dtype).view(len(gathered), len(own))
             given.copy_(own, non_blocking=True)
             self._call("gather", own, partial(self._others.all_gather, taken, given))
-            for piece, staged in zip(theirs, taken, strict=True):
-                piece.copy_(staged, non_blocking=True)
+            rows[:, begin : begin + len(own)].copy_(taken, non_blocking=True)
+            begin += len(own)
 
     def barrier(self) -> None:
         self._queue.call(self._barrier)
@@ -116,10 +118,9 @@ class HostCollectives:
     def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
         return flat.split(self._share // flat.itemsize)
 
-    def _staged(self, piece: Tensor, place: int = 0) -> Tensor:
+    def _staged(self, piece: Tensor) -> Tensor:
         """Where a piece is on the host: the same for all of its size, as one is behind the other."""
-        first = place * self._share
-        return self._memory[first : first + piece.nbytes].view(piece.dtype)
+        return self._memory[: piece.nbytes].view(piece.dtype)
 
     def _call(self, name: str, piece: Tensor, meet: Callable[[], None]) -> None:
         """In the queue: one function for all pieces of a size, since it is kept."""

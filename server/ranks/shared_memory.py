@@ -100,13 +100,11 @@ class SharedMemory:
         self._raise_problem()
         _put(whole, tensor)
 
-    def all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
-        own, wholes = tensor.contiguous(), [part.contiguous() for part in parts]
-        pointers = (ctypes.c_void_p * len(parts))(*(whole.data_ptr() for whole in wholes))
+    def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
+        own = tensor.contiguous()
+        pointers = (ctypes.c_void_p * len(gathered))(*(part.data_ptr() for part in gathered))
         self._kernels.gather_ranks(self._at, own.data_ptr(), ctypes.addressof(pointers), own.nbytes)
         self._raise_problem()
-        for whole, part in zip(wholes, parts, strict=True):
-            _put(whole, part)
 
     def broadcast(self, tensor: Tensor) -> None:
         whole = tensor.contiguous()

@@ -67,6 +67,11 @@ class Chooser:
         self._chosen: dict[Hashable, int] = {}
         self.found: list[str] = []
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is computed now is captured, or precedes its capture."""
+        return self._is_measuring
+
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Measure what is asked for the first time inside: no request waits for it."""

@@ -53,6 +53,9 @@ class CudaDevice:
 
     def activate(self) -> None:
         torch.cuda.set_device(self.torch_device)  # which CUDA keeps for each thread; others launch on the first GPU
+        # Parts of a sum that cuBLAS splits are float32 too, as our kernels' are.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
     def good_dtypes(self, cpu_kernels: str) -> set[torch.dtype]:
         good = {torch.float32, torch.float16}

@@ -190,13 +190,15 @@ class CudaGrouped(GroupedDense):
     ):
         super().__init__(weights, count, is_gated=is_gated, gate=gate)
         self._products = products
-        # Of older GPUs torch reads on the host where each expert's tokens end, which no graph can hold.
+        # Of other GPUs torch reads on the host where each expert's tokens end.
         self._has_grouped_mm = self._weights.dtype == torch.bfloat16 and products.has_grouped_mm
 
     def __call__(
         self, x: Tensor, ends: Tensor, activation: Activation | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        if self._has_grouped_mm and len(x) > ROWS_PER_EXPERT * len(ends):
+        # No graph has torch's: replays were seen to read what is not theirs (github.com/pytorch/pytorch/issues/169970).
+        is_stock = self._has_grouped_mm and not self._products.chooser.is_capturing
+        if is_stock and len(x) > ROWS_PER_EXPERT * len(ends):
             return super().__call__(x, ends, activation, bias)
         x = F.pad(x, (0, self._padding)) if self._padding else x
         return multiply_rows(

@@ -257,7 +257,17 @@ def _operator_of(weight: QuantisedWeight, packed: PackedWeight, dtype: torch.dty
         return None
     if weight.inputs.dtype == torch.int8:
         return "int_mm"
-    return "scaled_mm" if dtype == torch.bfloat16 else None  # the only result of scales by row
+    # bfloat16 is the only result of scales by row.
+    return "scaled_mm" if dtype == torch.bfloat16 and _reads_within_rows() else None
+
+
+def _reads_within_rows() -> bool:
+    """Whether `torch._scaled_mm` with scales by row is built so that it reads no further than there are rows.
+
+    Before CUDA 12.9 it did where these are no multiple of 256 (github.com/pytorch/pytorch/issues/133334).
+    """
+    built = torch.version.cuda
+    return built is None or tuple(map(int, built.split(".")[:2])) >= (12, 9)
 
 
 class CudaGroupedQuantised:

@@ -198,13 +198,14 @@ def _round(
         if most_scale is not None:
             step = tl.minimum(step, tl.load(most_scale))
     tl.store(scale + row * groups + group, step)
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), step)  # as in the reference: a division rounds otherwise
     for start in range(0, size, TILE):
         within = start + tl.arange(0, TILE)
         place = first + within
         across = place - lead
         given = (across >= 0) & (across < inputs)
         exact = tl.load(x + across, mask=given & (within < size), other=0.0).to(tl.float32)
-        value = tl.div_rn(exact, tl.zeros((TILE,), tl.float32) + step)
+        value = exact * inverse
         if fixed_zero is not None:
             value += tl.load(fixed_zero)
         if codes.dtype.element_ty == tl.int8:

@@ -156,7 +156,7 @@ def store_row(
     x = x.to(tl.float32)
     if KIND == INT8:
         bits, scale = row_scales(x, AXIS)
-        codes = codes_of(divided(x, tl.maximum(scale, 1.17549435e-38)), KIND)
+        codes = codes_of(divided(x, tl.maximum(scale, 1.1754944e-38)), KIND)
         tl.store(cache + offsets, codes, mask=kept)
         tl.store(scales + scale_offsets, bits, mask=kept_rows)
         return numbers(codes, KIND) * scale

@@ -15,7 +15,8 @@ from server.backends.cuda.kernels.rotate import load_rotated
 from server.backends.cuda.kernels.splits import finish_split, keys_of_split
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+# Positions of one sequence are less aligned than those of several.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["positions"])
 def decode_group(
     qkv,
     k_cache,

@@ -253,7 +253,7 @@ def _store_rows(
             bits_behind, size_behind = row_scales(behind, 1)
             at = scale_offsets(block, slot, 0, 1, BLOCK_SIZE, BLOCK_STRIDE, WIDTH)
             tl.store(scales + at + tl.zeros_like(bits), tl.maximum(bits, bits_behind), mask=is_stored & (bits == bits))
-            scale = tl.maximum(tl.maximum(size, size_behind), 1.17549435e-38)
+            scale = tl.maximum(tl.maximum(size, size_behind), 1.1754944e-38)
         _put(value, cache, row + features, real & is_stored, scale, KIND)
         _put(behind, cache, row + RANK + rest, real_rest & is_stored, scale, KIND)
 

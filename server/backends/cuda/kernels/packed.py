@@ -242,7 +242,7 @@ def _multiply_packed(
     x += first.to(tl.int64) * x_stride
     codes += tile.to(tl.int64) * FEATURES * feature_stride
     near = tl.arange(0, FEATURES)[:, None] * feature_stride + tl.arange(0, PIECE)[None, :]
-    up_codes = codes + features.to(tl.int64) * feature_stride
+    up_codes = codes + tl.cast(features, tl.int64) * feature_stride
     near_row = tl.arange(0, ROWS)[None, :] * x_stride
 
     # Scales of one group, and of inputs that share one too, are applied to the whole sum.

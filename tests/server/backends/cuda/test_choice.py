@@ -157,8 +157,11 @@ def test_experts_never_take_a_product_that_asks_the_host(
 
     monkeypatch.setattr(linear, "multiply_rows", lambda *args, **kwargs: "kernel")
     monkeypatch.setattr(linear.GroupedDense, "__call__", lambda *args: "torch")
-    products = linear.Products(Chooser(None), has_grouped_mm=has_grouped_mm)
+    products = linear.Products(chooser := Chooser(None), has_grouped_mm=has_grouped_mm)
     products.workspace = lambda device: None  # type: ignore[assignment, method-assign, return-value]
     weights = torch.zeros(2, 8, 16, dtype=torch.bfloat16)
     experts = linear.CudaGrouped(weights, 2, gate=None, products=products)  # type: ignore[arg-type]
-    assert expected == experts(torch.zeros(100, 16, dtype=torch.bfloat16), torch.tensor([50, 100]))
+    x, ends = torch.zeros(100, 16, dtype=torch.bfloat16), torch.tensor([50, 100])
+    assert expected == experts(x, ends)
+    with chooser.measuring():  # and no graph has torch's
+        assert "kernel" == experts(x, ends)
