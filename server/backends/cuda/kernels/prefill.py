@@ -27,6 +27,8 @@ from server.backends.cuda.kernels.splits import LEAST_PROGRAM_KIB, Processors
 from server.backends.protocol import StepMeta
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 
+SHORT = 64  # queries of the sequences that have tiles of their own
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -45,11 +47,11 @@ class Tiles:
 # and 3 one. Exact float32 products leave the matrix units unused: those are small.
 TILES = {
     (2, 128): (
-        Tiles(queries=64, keys=64, warps=4, stages=5, kib=163, longest=64),
+        Tiles(queries=64, keys=64, warps=4, stages=5, kib=163, longest=SHORT),
         Tiles(queries=128, keys=64, warps=8, stages=5),
     ),
     (2, 256): (
-        Tiles(queries=64, keys=32, warps=8, stages=3, longest=64),
+        Tiles(queries=64, keys=32, warps=8, stages=3, longest=SHORT),
         Tiles(queries=128, keys=32, warps=8, stages=5, kib=163),
         Tiles(queries=64, keys=32, warps=8, stages=3),
     ),
@@ -96,10 +98,12 @@ def prefill(
     programs = query_tiles * heads * chunks
     splits = choose_splits(programs, processors.count, meta.block_tables.shape[1] * stored.block_size)
     parts = log_sums = None
-    if splits > 1:
-        assert programs <= len(processors.arrivals)
-        parts = torch.empty(len(q), heads, splits, head_dim, dtype=torch.float32, device=q.device)
-        log_sums = torch.empty(len(q), heads, splits, dtype=torch.float32, device=q.device)
+    # How many keys there are does not decide which kernel is compiled: a request would wait for it.
+    if tiles.longest <= SHORT or programs <= processors.count:
+        places = len(q) * heads * splits if splits > 1 else 1
+        parts = torch.empty(places, head_dim, dtype=torch.float32, device=q.device)
+        log_sums = torch.empty(places, dtype=torch.float32, device=q.device)
+    assert splits == 1 or (parts is not None and programs <= len(processors.arrivals))
     _prefill[(query_tiles * splits, heads, chunks)](
         q,
         stored.keys,

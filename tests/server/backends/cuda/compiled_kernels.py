@@ -8,6 +8,7 @@ read bfloat16. What is compiled here is what the launches ask for: only the laun
 from __future__ import annotations
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from server.arch.recurrences import GatedDelta, Mamba2, ShortConv
 from server.arch.spec import Activation, Scoring
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import fused_gate
+from server.backends.cuda.kernels import prefill
 from server.backends.cuda.kernels.convolution import FusedShortConv
 from server.backends.cuda.kernels.delta import FusedDelta
 from server.backends.cuda.kernels.mamba import FusedMamba
@@ -101,6 +103,17 @@ def test_the_last_program_of_split_keys_reads_what_the_others_wrote(kernel: str,
     read = ptx.index("ld.global.cg", count)
     assert "bar.sync" in ptx[count:read]
     assert "ld.global.cg" not in ptx[:count]
+
+
+def test_how_many_keys_there_are_does_not_decide_what_is_compiled(found: list[MachineCode]) -> None:
+    """A request would wait for the compiler, as warm-up computes short prompts alone."""
+    with patch.object(prefill, "LEAST_KEYS", 64):
+        for context in (20, 900):
+            case = Case([(context, 20)], (8, 4), 64, plain, processors=132)
+            kv, heads = case.inputs(torch.bfloat16, CPU)
+            PagedAttention(case.scores_on(CPU), 132).self_attend(heads, kv, None, case.meta(CPU), 0)
+    assert 2 == [code.kernel for code in found].count("_prefill")
+    assert 1 == len({code.ptx for code in found if code.kernel == "_prefill"})
 
 
 REST = [
