@@ -6,6 +6,7 @@ holds a value to its schema (`grammars.py`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -23,16 +24,18 @@ TYPES: Mapping[type, tuple[str, ...]] = {
 }
 NOTHING: Schema = {}  # what a reference to no schema stands for
 MOST_REFERENCES = 8  # of a schema to another, one after the other
-MOST_SCHEMAS = 5000  # of a function that are looked at
+MOST_LOOKED_AT = 5000  # schemas and values of a function
 UNIONS = ("anyOf", "oneOf", "allOf")
 
 
 class Arguments:
-    """Those of one function. root: its parameters, an object."""
+    """Those of one function. root: its parameters, an object. What is found out is kept."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
-        self._num_left = MOST_SCHEMAS
+        self._num_left = MOST_LOOKED_AT
+        self._types: dict[int, set[str]] = {}  # by the id of a schema, which the root keeps
+        self._choices: dict[int, list[Any] | None] = {}
 
     @cached_property
     def schemas(self) -> dict[str, Any]:
@@ -50,7 +53,7 @@ class Arguments:
         lists = (one.get("required") for one, is_certain in self._parts if is_certain)
         return frozenset(name for names in lists if isinstance(names, list) for name in names if isinstance(name, str))
 
-    @property
+    @cached_property
     def others(self) -> Schema | None:
         """The schema of arguments that are not declared; None: there are none, unless the schema says so."""
         for one, _ in self._parts:
@@ -69,26 +72,30 @@ class Arguments:
 
     def types(self, schema: Any) -> set[str]:
         """The types that values of a schema may have; none: not known."""
-        each = [_types(one) for one in self.alternatives(schema, lambda one: bool(_types(one))) or ()]
-        return set().union(*each) if all(each) else set()
+        if id(schema) not in self._types:
+            each = [_types(one) for one in self.alternatives(schema, lambda one: bool(_types(one))) or ()]
+            self._types[id(schema)] = set().union(*each) if all(each) else set()
+        return self._types[id(schema)]
 
     def choices(self, schema: Any) -> list[Any] | None:
         """All values that a schema allows, where it names them; None: others too."""
-        each = [_choices(one) for one in self.alternatives(schema, _is_decided) or [NOTHING]]
-        return None if None in each else [value for values in each for value in values or ()]
+        if id(schema) not in self._choices:
+            each = [_choices(one) for one in self.alternatives(schema, _is_decided) or [NOTHING]]
+            found = [value for values in each for value in values or ()]
+            self._choices[id(schema)] = None if None in each else found
+        return self._choices[id(schema)]
 
     def alternatives(self, schema: Any, is_one: Callable[[Schema], bool] = lambda one: False) -> list[Schema] | None:
         """The schemas that a union is made of, behind references; `is_one`: of no more. None: it is not known."""
         found: list[Schema] = []
         left, seen = [schema], set[int]()
         while left:
-            self._num_left -= 1
-            if self._num_left < 0:
-                return None
             one = self.resolved(left.pop())
             if id(one) in seen:
                 continue
             seen.add(id(one))
+            if not self._may_look_at(one):
+                return None
             branches = [] if is_one(one) else [branch for _, branch in _branches(one)]
             left += reversed(branches)
             if not branches:
@@ -108,16 +115,21 @@ class Arguments:
     def _parts(self) -> list[tuple[Schema, bool]]:
         """The root, and those that it is made of; whether arguments keep to it in any case."""
         found: list[tuple[Schema, bool]] = []
-        left, seen = [(self.root, True)], set[int]()
-        while left and self._num_left > 0:
-            self._num_left -= 1
-            given, is_certain = left.pop(0)
+        left, seen = deque([(self.root, True)]), set[int]()
+        while left:
+            given, is_certain = left.popleft()
             one = self.resolved(given)
-            if id(one) not in seen:
+            if id(one) not in seen and self._may_look_at(one):
                 seen.add(id(one))
                 found.append((one, is_certain))
                 left += ((branch, is_certain and union == "allOf") for union, branch in _branches(one))
         return found
+
+    def _may_look_at(self, schema: Schema) -> bool:
+        """Whether there are still so many schemas and values to look at as this one has."""
+        lists = (schema.get(name) for name in (*UNIONS, "enum", "type"))
+        self._num_left -= 1 + sum(len(found) for found in lists if isinstance(found, list))
+        return self._num_left >= 0
 
 
 def kinds_of(value: Any) -> tuple[str, ...]:

@@ -126,7 +126,11 @@ class ToolFormat:
         """The same without what a grammar that has calls written so does not hold."""
         has_mark = bool(writing.first_mark)
         return replace(
-            self, begins_with_names=False, is_bare=self.is_bare and not has_mark, begin=self.begin if has_mark else ""
+            self,
+            begins_with_names=False,
+            is_bare=self.is_bare and not has_mark,
+            may_be_fenced=False,
+            begin=self.begin if has_mark else "",
         )
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.chat.arguments import MOST_SCHEMAS, NOTHING, Arguments
+from router.chat.arguments import MOST_LOOKED_AT, NOTHING, Arguments
 from router.chat.formats import ReasoningFormat, Tags, ToolFormat, Writing
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.errors import ValidationError
@@ -36,12 +36,13 @@ TOKEN = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\n]*>
 OURS = re.compile(
     r"answer|words|calls?|call_\d+(_(\d+|other)(_text)*)?|called|unmarked|wanted|(thoughts|up_to)(_text)?|thinking|TEXT|NO_CALL"
 )
-ESCAPED_OR_SLASH = re.compile(r"\\.|/", re.DOTALL)
+ESCAPED_SLASH_OR_BREAK = re.compile(r"\\.|/|\n", re.DOTALL)
+ON_ONE_LINE = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 BLANKS = r"/\s{0,4}/"
 OF_TEXTS = ("pattern", "minLength", "maxLength", "format")  # keywords of schemas that hold texts to something
 # Those that hold an object to something, beside its arguments one by one.
 OF_OBJECTS = (
-    *("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties"),
+    *("anyOf", "oneOf", "allOf", "not", "if", "propertyNames", "minProperties", "maxProperties"),
     *("dependentRequired", "dependentSchemas"),
 )
 OTHER_NAME = r"/[\w.$-]{1,64}/"  # of an argument that is not declared
@@ -264,6 +265,11 @@ class _TaggedCall:
             return its
         if missing := its.known.required - its.known.schemas.keys():
             raise its._refused(f"requires {min(missing)[:64]}, which is not in `properties`: add it")
+        if its.known.others is not None:
+            raise its._refused(
+                "takes arguments that are not in `properties`, and between tags they might repeat others: set "
+                "`additionalProperties` to false, or leave `strict` out"
+            )
         if (keyword := next((one for one in OF_OBJECTS if one in its.known.own), None)) is not None:
             raise its._refused(
                 f"has `{keyword}` beside its `properties`, to which arguments between tags are not held: "
@@ -291,7 +297,9 @@ class _TaggedCall:
             return False
         alternatives = self.known.alternatives(schema) if self.tool.strict else []
         if alternatives is None:
-            raise self._refused(f"has more than {MOST_SCHEMAS} schemas in unions: offer fewer, or leave `strict` out")
+            raise self._refused(
+                f"has more than {MOST_LOOKED_AT} schemas and values: offer fewer, or leave `strict` out"
+            )
         for one in alternatives:
             if "$ref" in one or (one is NOTHING and isinstance(schema, Mapping) and "$ref" in schema):
                 raise self._refused(f"has an argument {told[:64]} whose schema is not there: define it in `$defs`")
@@ -328,5 +336,4 @@ def _bounded(lines: Iterable[str]) -> Iterator[str]:
 
 def _between_slashes(expression: str) -> str:
     """A regular expression as Lark has it between slashes: on one line, with its own slashes escaped."""
-    escaped = ESCAPED_OR_SLASH.sub(lambda found: r"\/" if found[0] == "/" else found[0], expression)
-    return escaped.replace("\n", r"\n")
+    return ESCAPED_SLASH_OR_BREAK.sub(lambda found: ON_ONE_LINE.get(found[0], found[0]), expression)

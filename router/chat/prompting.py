@@ -79,7 +79,7 @@ async def _with_tools(
     has_tools = bool(offered.tools)
     knows = knows_tools(template.choose(has_tools))
     if knows and has_tools:
-        knows = (await template.taken(aside, owner, has_tools=True)).tools != ""
+        knows = (await template.taken(aside, has_tools=True)).tools != ""
     told, tools = for_template(messages, offered, its, instruction, knows_tools=knows)
     written = partial(_written, its) if its is not None else turns.in_json
     return await template.render(aside, told, owner, tools=tools, written=written, **options)

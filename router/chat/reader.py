@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from router.chat.arguments import Arguments
 from router.chat.channels import Header, HeaderReader
 from router.chat.formats import ReasoningFormat, ToolFormat
 from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
@@ -38,13 +38,14 @@ Visible = type[Text] | type[Reasoning]
 class ReadingRules:
     """How to read an answer.
 
-    schemas: of the arguments of the tools that it may call, by their names. is_parallel: whether it may have more than
-    one call; later ones are dropped.
+    functions: that it may call, by their names. is_parallel: whether it may have more than one call; later ones are
+    dropped. is_held: whether a grammar holds calls to the format.
     """
 
     tool_format: ToolFormat | None = None
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    functions: Mapping[str, Arguments] = field(default_factory=dict)
     is_parallel: bool = True
+    is_held: bool = False
     reasoning: ReasoningFormat | None = None
 
 
@@ -318,13 +319,13 @@ class Reader:
         """Calls one after the other. is_named: what comes first is a name, and its mark is read."""
         tags = its.tags
         assert tags is not None, "they are read where a format has tags"
-        values = TaggedReader(self._source, tags, its.end)
+        values = TaggedReader(self._source, tags, its.end, is_held=self._rules.is_held)
         while True:
             if not is_named and tags.name and not (yield from self._source.accept(tags.name)):
                 raise NotThis
             written = yield from values.name()
             self._begin(written)
-            yield from values.arguments(self._rules.schemas[written], self._pieces.arguments)
+            yield from values.arguments(self._rules.functions[written], self._pieces.arguments)
             self.is_in_call = False
             if not tags.name or not (yield from self._another(tags.name)):
                 return
@@ -357,7 +358,7 @@ class Reader:
         its = Header(is_reasoning=True) if self._is_reasoning else (yield from header.read(is_first=True))
         while True:
             self._pieces.drop_blanks()
-            if its.recipient in self._rules.schemas:
+            if its.recipient in self._rules.functions:
                 self._begin(its.recipient)
                 yield from self._arguments(HeaderReader.ends)
                 yield from self._message(ends, _nowhere)
@@ -443,7 +444,7 @@ class Reader:
 
     def _known(self, name: str) -> str:
         """The name of a tool. Raises NotThis for another: a client gets no calls of what it does not have."""
-        if name not in self._rules.schemas:
+        if name not in self._rules.functions:
             raise NotThis
         return name
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from router.chat.arguments import Arguments
 from router.chat.formats import (
     AUTO,
     NONE,
@@ -88,10 +89,11 @@ class AnswerFormats:
             )
         if tools is None and self.reasoning is None:
             return None
-        schemas = {tool.name: tool.parameters or {} for tool in offered.callable_tools}
+        functions = {tool.name: Arguments(tool.parameters or {}) for tool in offered.callable_tools}
         if tools is not None and any(tool.strict for tool in offered.callable_tools):
             tools = tools.written_so(tools.writing(self.token_ids))
-        rules = ReadingRules(tools, schemas, offered.choice.is_parallel, self.reasoning)
+        is_held = tools is not None and offered.is_held
+        rules = ReadingRules(tools, functions, offered.choice.is_parallel, is_held, self.reasoning)
         return Reading(self, rules, offered)
 
 

@@ -12,6 +12,7 @@ evaluated, and what is nested is kept on a stack of our own: a model may nest as
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Container, Generator, Sequence
 from contextlib import suppress
@@ -276,13 +277,19 @@ class JsonReader:
 def json_of(text: str) -> Any:
     """A value of JSON. Raises NotThis for what is none: NaN and the infinities neither."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         raise NotThis from None
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(constant)
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(text)
+    return number
 
 
 def decoded(text: str) -> str:

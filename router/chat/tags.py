@@ -11,7 +11,7 @@ import re
 from collections.abc import Set
 from contextlib import suppress
 
-from router.chat.arguments import TYPES, Arguments, Schema, kinds_of
+from router.chat.arguments import TYPES, Arguments, kinds_of
 from router.chat.formats import Tags
 from router.chat.streamed_values import (
     WORDS,
@@ -28,15 +28,19 @@ from router.chat.streamed_values import (
 from router.chat.tools import MOST_NAME
 
 UNKNOWN = frozenset({"object", "array"})  # what is taken for JSON where the schema says nothing
-MOST_PYTHON = 100_000  # characters of a value in Python's notation
+MOST_PYTHON = 10_000  # characters of a value in Python's notation
+ENDS_OF_KEYS = "<\n"  # that no tag has before its own end
 QUOTES = re.compile(r'\\.?|"', re.DOTALL)
 
 
 class TaggedReader:
-    """Reads calls from a source. end_mark: of the whole call, where the format has no tag for its end."""
+    """Reads calls from a source. end_mark: of the whole call, where the format has no tag for its end.
 
-    def __init__(self, source: Source, tags: Tags, end_mark: str) -> None:
-        self._source, self._tags = source, tags
+    is_held: whether a grammar holds the calls. Then no tag is forgotten, and values that are no texts are JSON.
+    """
+
+    def __init__(self, source: Source, tags: Tags, end_mark: str, *, is_held: bool) -> None:
+        self._source, self._tags, self._is_held = source, tags, is_held
         self._ends = tuple(mark for mark in (tags.end, end_mark) if mark)
         self._inner = (tags.key, *self._ends)
         behind = (self._inner, tags.name_end) if len(tags.name_end) == 1 else ((*self._inner, tags.name_end), "")
@@ -45,8 +49,10 @@ class TaggedReader:
         self._key_end = Marks((tags.key_end,))
         self._end_mark = end_mark
         # What ends a value whose tag the model forgot: only where each stands on a line of its own.
-        self._next_key = f"{tags.padding}{tags.key}" if tags.padding and tags.end else ""
-        self._next_end = f"{tags.padding}{tags.end}" if tags.padding and tags.end else ""
+        may_forget = bool(tags.padding and tags.end and not is_held)
+        self._next_key = f"{tags.padding}{tags.key}" if may_forget else ""
+        self._next_end = f"{tags.padding}{tags.end}" if may_forget else ""
+        self._next_key_end = Marks((), f"{tags.key_end}{ENDS_OF_KEYS}") if may_forget else Marks(())
         ends = (f"{tags.padding}{tags.value_end}", tags.value_end, self._next_key, self._next_end)
         self._value_ends = Marks(tuple(dict.fromkeys(mark for mark in ends if mark)))
         self._key_read: str | None = None  # the name of the next argument, where the value before has found it
@@ -60,10 +66,10 @@ class TaggedReader:
             raise NotThis
         return name.strip()
 
-    def arguments(self, schema: Schema, sink: Sink) -> Steps[None]:
+    def arguments(self, known: Arguments, sink: Sink) -> Steps[None]:
         """All arguments and what ends them, as one object for the sink. Raises Ended within them."""
         sink("{")
-        known, comma = Arguments(schema), ""
+        comma = ""
         self._key_read, self._is_over = None, False
         while not self._is_over and (self._key_read is not None or (yield from self._next()) == self._tags.key):
             key, self._key_read = self._key_read, None
@@ -94,30 +100,55 @@ class TaggedReader:
             sink('"')
             yield from self._up_to_end(known, lambda text: sink(inside_quotes(text)))
             sink('"')
+        elif self._is_held and types and "string" not in types:
+            yield from self._json(sink)
         else:
-            held = _Held(is_json=bool(types) and "string" not in types)
-            yield from self._up_to_end(known, held.add, held)
-            sink(as_json(held.text, types))
+            written: list[str] = []
+            yield from self._up_to_end(known, written.append)
+            sink(as_json("".join(written), types))
 
-    def _up_to_end(self, known: Arguments, show: Sink, held: _Held | None = None) -> Steps[None]:
+    def _json(self, sink: Sink) -> Steps[None]:
+        """A value in JSON, in whose strings a tag is text."""
+        written, strings, is_over = list[str](), _Strings(), False
+        each = _both(written.append, strings.add)
+        while not is_over:
+            mark = yield from self._source.pass_on(self._value_ends, each)
+            is_over = not strings.is_within
+            if not is_over:
+                each(mark)
+        sink("".join(written).strip())
+
+    def _up_to_end(self, known: Arguments, show: Sink) -> Steps[None]:
         """A value up to what ends it: its tag, or where the model forgot that, what can only come behind it."""
         while True:
             mark = yield from self._source.pass_on(self._value_ends, show)
-            if held is not None and held.is_within_string:
-                show(mark)
-            elif mark == self._next_key:
-                key, _ = yield from self._source.text_up_to(self._key_end)
-                if key.strip() in known.schemas:
-                    self._key_read = key.strip()
+            if mark and mark == self._next_key:
+                if (yield from self._is_next_key(known, show)):
                     return
-                show(f"{mark}{key}{self._tags.key_end}")
-            elif mark == self._next_end:
+            elif mark and mark == self._next_end:
                 if (blanks := (yield from self._blanks_before_end())) is None:
                     self._is_over = True
                     return
                 show(mark + blanks)
             else:
                 return
+
+    def _is_next_key(self, known: Arguments, show: Sink) -> Steps[bool]:
+        """Whether the name of an argument follows; otherwise what was read is shown."""
+        self._source.record()
+        try:
+            key, mark = yield from self._source.text_up_to(self._next_key_end, ENDS_OF_KEYS, MOST_NAME)
+            if mark == self._tags.key_end and key.strip() in known.schemas:
+                self._source.recorded()
+                self._key_read = key.strip()
+                return True
+        except NotThis:
+            pass
+        except Ended:
+            show(self._next_key + self._source.recorded())
+            raise
+        show(self._next_key + self._source.recorded())
+        return False
 
     def _blanks_before_end(self) -> Steps[str | None]:
         """None where the call's end mark follows, or nothing; else the blanks that were read."""
@@ -131,47 +162,27 @@ class TaggedReader:
         return None if is_end else blanks
 
 
-class _Held:
-    """A value that is not known before it is whole. is_json: whether it is no text in any case."""
+def _both(one: Sink, other: Sink) -> Sink:
+    def each(text: str) -> None:
+        one(text)
+        other(text)
 
-    def __init__(self, *, is_json: bool) -> None:
-        self._is_json = is_json
-        self._parts: list[str] = []
-        self._kind = ""  # its first character, and the first quote of either kind
-        self._is_within = False
+    return each
+
+
+class _Strings:
+    """Follows a value in JSON through its strings."""
+
+    def __init__(self) -> None:
+        self.is_within = False
         self._is_escaped = False  # what comes next, by a backslash
-
-    @property
-    def text(self) -> str:
-        """What there is of it."""
-        return "".join(self._parts)
-
-    @property
-    def is_within_string(self) -> bool:
-        """Whether a string of JSON has begun, and is not over: what looks like a tag is a part of it."""
-        return self._is_within
 
     def add(self, text: str) -> None:
         """More of it."""
-        self._parts.append(text)
-        if self._is_json and self._has_strings_of_json(text):
-            self._follow(text)
-
-    def _has_strings_of_json(self, text: str) -> bool:
-        """Whether it is a list or an object, and not in Python's notation, by the first quote of it."""
-        for character in text if len(self._kind) < 2 else "":
-            if not self._kind and not character.isspace():
-                self._kind = character
-            elif character in "'\"":
-                self._kind += character
-                break
-        return self._kind in ('["', '{"')
-
-    def _follow(self, text: str) -> None:
-        if self._is_escaped:
-            text, self._is_escaped = text[1:], not text
+        if self._is_escaped and text:
+            text, self._is_escaped = text[1:], False
         for found in QUOTES.findall(text):
-            self._is_within ^= found == '"'
+            self.is_within ^= found == '"'
             self._is_escaped = found == "\\"
 
 

@@ -108,7 +108,7 @@ class ChatTemplate:
             "variables": {**self.special_tokens, **(variables or {})},
         }
         if tools or not turns.is_plain(messages):
-            taken = await self.taken(aside, owner, has_tools=bool(tools))
+            taken = await self.taken(aside, has_tools=bool(tools))
             messages = turns.fitted(messages, taken, written)
             if tools and taken.tools not in ("", "tools"):
                 told["variables"][taken.tools] = told["tools"]
@@ -121,10 +121,13 @@ class ChatTemplate:
         except TaskError as error:
             raise ValidationError(f"the messages cannot be written as a prompt: {error}") from None
 
-    async def taken(self, aside: Sandbox, owner: str, *, has_tools: bool) -> turns.Taken:
-        """What the template takes of a conversation. Raises ValidationError where there is none."""
+    async def taken(self, aside: Sandbox, *, has_tools: bool) -> turns.Taken:
+        """What the template takes of a conversation. Raises ValidationError where there is none.
+
+        Nobody's keys own the trial: all wait for it.
+        """
         if (taken := self._taken.get(has_tools)) is None:
-            write = partial(self._tried, aside, owner, self.choose(has_tools), has_tools)
+            write = partial(self._tried, aside, self.choose(has_tools), has_tools)
             taken = self._taken[has_tools] = asyncio.create_task(turns.tried(write, has_tools=has_tools))
             taken.add_done_callback(partial(self._forget_failed, has_tools))
         try:
@@ -139,7 +142,6 @@ class ChatTemplate:
     async def _tried(
         self,
         aside: Sandbox,
-        owner: str,
         template: str,
         has_tools: bool,
         messages: turns.Messages,
@@ -156,7 +158,7 @@ class ChatTemplate:
         ending = {"add_generation_prompt": True, "continue_final_message": False}
         told: dict[str, Any] = {"tools": tools if variable else None, "variables": variables, **ending}
         try:
-            return str(await aside.do("render_chat", owner, template=template, messages=list(messages), **told))
+            return str(await aside.do("render_chat", template=template, messages=list(messages), **told))
         except TaskTooLarge:
             raise
         except TaskError:

@@ -21,7 +21,7 @@ BRANCHES = ("anyOf", "oneOf", "allOf")
 # narrower schema allows more.
 HAVING_ONE = ("additionalProperties", "items", "then", "else", "contains", "additionalItems", "unevaluatedProperties")
 HAVING_MANY = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
-WITHIN = "#/$defs/it"
+MOST_REFERENCE = 1000  # characters of a reference that is followed
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -63,29 +63,32 @@ def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema that stands within a root, by itself: with what it refers to there, and no more of it."""
-    kept: dict[str, dict[str, Any]] = {}
-    left, seen = [schema], set[str]()
+    """A schema that stands within a root, by itself: with each schema there that it refers to, and those that do."""
+    names: dict[str, str] = {}  # by reference
+
+    def renamed(one: Mapping[str, Any]) -> dict[str, Any]:
+        whole = dict(one)
+        for inner in _all(whole):
+            if isinstance(reference := inner.get("$ref"), str) and reference.startswith("#"):
+                if reference not in names:
+                    names[reference] = f"r{len(names)}"
+                    left.append(reference)
+                inner["$ref"] = f"#/$defs/{names[reference]}"
+        return whole
+
+    left: list[str] = []
+    found, kept = renamed(schema), {}
     while left:
-        for one in _all(dict(left.pop())):
-            reference = one.get("$ref")
-            if not isinstance(reference, str) or not reference.startswith("#") or reference in seen:
-                continue
-            seen.add(reference)
-            first, second, *_ = [*path_of(reference), "", ""]
-            group = root.get(first)
-            if not isinstance(group, Mapping) or not second:
-                return {**moved(schema, WITHIN), "$defs": {"it": moved(root, WITHIN)}}
-            if second in group and second not in kept.setdefault(first, {}):
-                kept[first][second] = group[second]
-                left += [group[second]] if isinstance(group[second], Mapping) else []
-    return {**moved(schema, WITHIN), "$defs": {"it": moved(kept, WITHIN)}} if kept else dict(schema)
+        reference = left.pop()
+        if (target := place_in(root, reference)) is not None:
+            kept[names[reference]] = renamed(target) if isinstance(target, Mapping) else target
+    return {**found, "$defs": kept} if names else found
 
 
 def place_in(root: Any, reference: str) -> Any:
     """What a reference such as `#/$defs/a` points to; None: nothing. RFC 6901, in the fragment of an address."""
     found = root
-    for part in path_of(reference):
+    for part in _path_of(reference) if len(reference) <= MOST_REFERENCE else [""]:
         if isinstance(found, Mapping):
             found = found.get(part)
         elif isinstance(found, list) and part.isdecimal() and int(part[:9]) < len(found):
@@ -95,7 +98,7 @@ def place_in(root: Any, reference: str) -> Any:
     return found
 
 
-def path_of(reference: str) -> list[str]:
+def _path_of(reference: str) -> list[str]:
     """The keys on the way of a reference into its own root."""
     return [unquote(part).replace("~1", "/").replace("~0", "~") for part in reference[1:].split("/")[1:]]
 

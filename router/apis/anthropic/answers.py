@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from router.apis.openai.answers import renamed, status_of
 from router.chat.pieces import AnswerReader, Part, parts_of
-from router.chat.streamed_values import NotThis, json_of
+from router.chat.tools import MOST_DEPTH, is_deeper
 from router.errors import RouterError, TooLong
 from router.requests.generation import Answer
 from router.scheduling.request import Entry
@@ -195,9 +195,10 @@ def block_of(part: Part) -> Block:
 
 def _arguments(written: str) -> Any:
     """What a call gives its tool, for orjson, as the model wrote it; empty where that is no object, or was cut off."""
-    with suppress(NotThis):
-        if isinstance(json_of(written), dict):
-            return orjson.Fragment(written)
+    with suppress(orjson.JSONDecodeError):
+        found = orjson.loads(written)
+        if isinstance(found, dict) and not is_deeper(found, MOST_DEPTH):
+            return orjson.Fragment(written)  # whose numbers may be beyond 64 bits
     return orjson.Fragment("{}")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import pytest
@@ -584,17 +586,88 @@ def test_unions_of_unions_cost_what_they_are_long() -> None:
     levels["d0"] = {"type": "string"}
     parameters = {"properties": many, "$defs": levels}
     held(its, required(tools=(Tool("f", parameters=parameters),)))
-    with pytest.raises(ValidationError, match="the strict function f has more than 5000 schemas in unions"):
+    with pytest.raises(ValidationError, match="the strict function f has more than 5000 schemas and values"):
         held(its, required(tools=(Tool("f", parameters=parameters, strict=True),)))
     assert perf_counter() - start < 2
 
 
-@pytest.mark.parametrize("expression", ["https?://x", "//", r"a\//b/", r"\\//", "/"])
+def spent(work: Callable[[], object]) -> float:
+    start = process_time()
+    with suppress(ValidationError):
+        work()
+    return process_time() - start
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {
+            "properties": {f"a{at}": {"$ref": "#/$defs/x"} for at in range(300)},
+            "$defs": {"x": {"$ref": "#" + "/a" * 120_000}},
+        },
+        {
+            "properties": {f"a{at}": {"$ref": "#/$defs/x"} for at in range(100)},
+            "$defs": {"x": {"anyOf": [{"enum": ["v"] * 60_000}, {"type": "string"}]}},
+        },
+        {"properties": {"a0": {}}, "anyOf": [{}] * 100_000},
+    ],
+    ids=["reference", "values", "union"],
+)
+def test_reading_a_large_schema_costs_what_it_is_long(parameters: dict[str, Any]) -> None:
+    its, offered = formats("seed"), required(tools=(Tool("f", parameters=parameters),))
+    each = "".join(f"<parameter=a{at}>x</parameter>\n" for at in range(100))
+    text = f"<seed:tool_call>\n<function=f>\n{each}</function>\n</seed:tool_call>"
+    reader = (its.reading(offered) or pytest.fail()).reader("", "", call_ids())
+    assert spent(lambda: held(its, offered)) < 2
+    assert spent(lambda: [*(reader.feed(text) for _ in range(20)), *reader.end()]) < 2
+
+
+def test_references_lead_anywhere_within_the_schema() -> None:
+    groups = {"components": {"schemas": {"A": {"$ref": "#/components/schemas/B"}, "B": {"type": "integer"}}}}
+    defined = {"$defs": {"g": {"h": {"items": {"$ref": "#/$defs/k"}, "type": "array"}}, "k": {"type": "integer"}}}
+    properties = {"k": {"type": "array", "items": {"$ref": "#/components/schemas/A"}}, "l": {"$ref": "#/$defs/g/h"}}
+    tool = Tool("f", parameters={"properties": properties, "required": ["k"], **groups, **defined})
+    grammar = held(formats("seed"), required(tools=(tool,))) or ""
+    both = argument("seed", "[1]").replace("</parameter>\n", "</parameter>\n<parameter=l>[2]</parameter>\n")
+    assert accepts(marked(), grammar, argument("seed", "[1]")) and accepts(marked(), grammar, both)
+    for wrong in (argument("seed", '["x"]'), both.replace("[2]", "[true]")):
+        assert not accepts(marked(), grammar, wrong)
+
+
+def test_a_strict_call_is_read_as_the_grammar_has_it() -> None:
+    """What looks like a forgotten tag is part of a text, and what looks like a tag part of a string of JSON."""
+    properties = {"i": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}}
+    tool = Tool("f", parameters={"properties": properties, "required": ["i", "s", "l"]}, strict=True)
+    its, offered = formats("seed"), required(tools=(tool,))
+    values = {
+        "i": 1,
+        "s": "see\n<parameter=i>\n5\n</function>\n</seed:tool_call>.",
+        "l": ["</parameter>", "\\", '"\n</parameter>'],
+    }
+    each = (value if isinstance(value, str) else json.dumps(value) for value in values.values())
+    written = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in zip(values, each, strict=True))
+    text = f"<seed:tool_call>\n<function=f>\n{written}</function>\n</seed:tool_call>"
+    assert accepts(marked(), held(its, offered) or "", text)
+    for parts in ([text], text):
+        reader = (its.reading(offered) or pytest.fail()).reader("", "", call_ids())
+        content = whole([*(piece for part in parts for piece in reader.feed(part)), *reader.end()])
+        assert [values] == [json.loads(call.arguments) for call in content.calls] and not content.text
+
+
+def test_a_strict_call_in_a_block_of_code_is_none() -> None:
+    text = f"```json\n{CALL}\n```"
+    for tools, num_calls in (((STRICT,), 0), ((WEATHER,), 1)):
+        reader = (formats("json").reading(offer(tools, ToolChoice())) or pytest.fail()).reader("", "", call_ids())
+        assert num_calls == len(whole([*reader.feed(text), *reader.end()]).calls)
+
+
+@pytest.mark.parametrize("expression", ["https?://x", "//", r"a\//b/", r"\\//", "/", "a\\\nb", "a\nb"])
 def test_slashes_of_an_expression_are_its_own(expression: str) -> None:
     reading = formats("hermes", "think").reading(Offer())
     given = GenerateParameters(grammar=GrammarParameters(type="regex", value=expression))
     asked = (reading or pytest.fail()).applied_to(PromptRequest("", given))
-    text = {"https?://x": "http://x", r"a\//b/": "a//b/", r"\\//": "\\//"}.get(expression, expression)
+    written = {"https?://x": "http://x", r"a\//b/": "a//b/", r"\\//": "\\//", "a\\\nb": "a\nb"}
+    text = written.get(expression, expression)
     assert asked.answer_grammar is not None
     grammar = asked.answer_grammar("") or ""
     assert accepts(marked(), grammar, text) and not accepts(marked(), grammar, text[1:])
@@ -657,6 +730,7 @@ def test_a_schema_behind_a_reference_has_its_arguments() -> None:
         ),
         ({"properties": {"k": {"$ref": "#/$defs/no"}}}, "argument k whose schema is not there"),
         ({"properties": {"k": {}}, "anyOf": [{"required": ["k"]}]}, "has `anyOf` beside its `properties`"),
+        ({"properties": {"k": {}}, "additionalProperties": {"type": "string"}}, "might repeat others: set `additional"),
         ({"properties": {"k": {}}, "required": ["other"]}, "requires other, which is not in `properties`"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from router.apis.openai.requests import ChatRequest, messages_of, offered
+from router.chat.arguments import Arguments
 from router.chat.formats import REASONING, TOOLS
 from router.chat.pieces import call_ids, whole
 from router.chat.prompting import INSTRUCTION, for_template, rendering
@@ -122,7 +123,8 @@ def test_a_call_is_read_as_its_template_writes_it(family: str) -> None:
 
     asked = prompt(HISTORY[:2])
     written = prompt(HISTORY[:3], add_generation_prompt=False).removeprefix(asked)
-    rules = ReadingRules(TOOLS[family], {"weather": TOOL["function"]["parameters"]}, reasoning=REASONING["think"])
+    functions = {"weather": Arguments(TOOL["function"]["parameters"])}
+    rules = ReadingRules(TOOLS[family], functions, reasoning=REASONING["think"])
     reader = Reader(rules, call_ids())
     [call] = whole([*reader.feed(written), *reader.end()]).calls
     assert ("weather", ARGUMENTS) == (call.name, json.loads(call.arguments))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from router.chat.arguments import Arguments
 from router.chat.formats import REASONING, TOOLS
 from router.chat.pieces import Call, CallArguments, CallBegun, Content, Piece, Text, whole
 from router.chat.reader import Reader, ReadingRules
@@ -31,11 +32,17 @@ END = "<｜tool▁call▁end｜>"
 
 
 def reader(
-    tools: str | None = None, reasoning: str | None = None, *, inside: bool = False, one: bool = False
+    tools: str | None = None,
+    reasoning: str | None = None,
+    *,
+    inside: bool = False,
+    one: bool = False,
+    is_held: bool = False,
 ) -> Reader:
     ids = map("id{}".format, itertools.count())
     its, thoughts = TOOLS[tools] if tools else None, REASONING[reasoning] if reasoning else None
-    rules = ReadingRules(its, SCHEMAS, not one, thoughts)
+    functions = {name: Arguments(schema) for name, schema in SCHEMAS.items()}
+    rules = ReadingRules(its, functions, not one, is_held, thoughts)
     return Reader(rules, ids.__next__, is_reasoning=inside)
 
 
@@ -157,6 +164,13 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\n<function=g>\n<parameter=k>\n</function>\nx"
      "\n</parameter>\n</function>\n</tool_call>",
      content("", ("f", '{"s": "<function=g>\\n<parameter=k>\\n</function>\\nx"}'))),
+    ("qwen3_coder", '<tool_call>\n<function=f>\n<parameter=o>\n["a, "b"]\n</parameter>\n<parameter=s>\nx\n'
+     "</parameter>\n</function>\n</tool_call>\nand text",
+     content("and text", ("f", '{"o": "[\\"a, \\"b\\"]", "s": "x"}'))),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nuse\n<parameter=\n</parameter>\n</parameter>\n"
+     "</function>\n</tool_call>", content("", ("f", '{"s": "use\\n<parameter="}'))),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=s>\nuse\n<parameter=foo",
+     content("", ("f", '{"s": "use\\n<parameter=foo'))),
     ("qwen3_coder", "Use `<function=f>` for that.", content("Use `<function=f>` for that.")),
     ("qwen3_coder", '<function=f>{"a": 1}</function>', content('<function=f>{"a": 1}</function>')),
     ("qwen3_coder", "<function=f>\n<parameter=o>\n['\\ud800']\n</parameter>\n</function>",
@@ -228,8 +242,6 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("json", "```json\n{}\n```", content("```json\n{}\n```")),
     ("json", "```python\nf()\n```", content("```python\nf()\n```")),
     ("pythonic", f"{CALL}\n{CALL}", content("", F, F)),
-    ("qwen3_coder", '<tool_call>\n<function=f>\n<parameter=o>\n[{"x": "<a></parameter>\\\\"}]\n</parameter>\n'
-     "</function>\n</tool_call>", content("", ("f", '{"o": [{"x": "<a></parameter>\\\\"}]}'))),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=o>\n['it\"s', null]\n</parameter>\n</function>\n"
      "</tool_call>", content("", ("f", '{"o": ["it\\"s", null]}'))),
     ("gemma", '<|tool_call>call:f{"s":"x", "a b" : 1}<tool_call|>', content("", ("f", '{"s": "x", "a b": 1}'))),

@@ -7,14 +7,14 @@ offers them unasked, and the model does without.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from orjson import JSONDecodeError, dumps, loads
-
+from router.chat.streamed_values import NotThis, json_of
 from router.chat.tools import MOST_NAME, Offer, Tool, ToolChoice, allowed_of, offer, tool_in
 from router.chat.transcript import string_of
 from router.errors import ValidationError
@@ -24,7 +24,8 @@ Given = Mapping[str, Any]
 RUN_ELSEWHERE = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "tool_search")
 INPUT = "input"  # what the text of a custom tool is called
 TEXT_ALONE = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-CUT_CHARACTER = re.compile(r"\\(u([0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}))?\Z")  # an escape, or half of a pair
+CUT_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{0,3})?\Z")
+CUT_PAIR = re.compile("[\ud800-\udbff]\\Z")  # of surrogates
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,12 @@ def shown_name(where: str, name: str, namespace: object) -> str:
 
 def input_of(arguments: str) -> str:
     """The text of a custom tool's call, as far as it goes. As the model wrote it where that is no object with it."""
-    whole_characters = CUT_CHARACTER.sub("", arguments)
-    for text in (arguments, f'{arguments}"}}', f"{arguments}}}", f'{whole_characters}"}}'):
-        with suppress(JSONDecodeError, KeyError, TypeError):
-            found = loads(text)[INPUT]
-            return found if isinstance(found, str) else dumps(found).decode()
+    for text in (arguments, f'{arguments}"}}', f'{CUT_ESCAPE.sub("", arguments)}"}}', f"{arguments}}}"):
+        with suppress(NotThis, KeyError, TypeError):
+            found = json_of(text)[INPUT]
+            told = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+            # Half of a surrogate pair is no text.
+            return CUT_PAIR.sub("", told).encode(errors="replace").decode()
     return arguments
 
 

@@ -201,10 +201,13 @@ def test_what_is_no_text_of_a_custom_tool_is_told_as_it_was_written() -> None:
     ]
 
 
-@pytest.mark.parametrize("cut", ["\\", "\\u", "\\u00f", "\\ud83d", "\\uD83D"])
+@pytest.mark.parametrize(
+    "cut", ["\\", "\\u", "\\u00f", "\\ud83d", "\\uD83D", "\\ud83d\\", "\\ud83d\\u", "\\ud83d\\ude0"]
+)
 def test_a_text_that_was_cut_off_within_a_character_is_told_without_it(cut: str) -> None:
     assert "line\n" == input_of(f'{{"input": "line\\n{cut}')
-    assert "\\" == input_of('{"input": "\\\\')
+    assert "\\" == input_of('{"input": "\\\\') and "\\u12" == input_of('{"input": "\\\\u12')
+    assert "x?ab" == input_of('{"input": "x\\ud83dab')
 
 
 def test_tools_that_openai_would_run_are_not_shown(tooled: Served) -> None:
