@@ -233,10 +233,13 @@ def longest_that_fits(wanted: int, room: Callable[[int], int], block_bytes: int)
 def _profile(
     engine: Engine, prefill_tokens: int, total_tokens: int, top_n_tokens: int, sequences: int
 ) -> tuple[int, int]:
-    """Bytes of the largest step and of all graphs, over a cache of just the size that the step takes."""
+    """Bytes of the largest step and of all graphs, over a cache of just the size that the step takes.
+
+    The largest step has decodes beside the prompts, which count here as prompts of one token.
+    """
     measures = engine.device.measures_memory
     run = ProfileRun.of(
-        prefill_tokens=prefill_tokens if measures else min(prefill_tokens, 4 * BLOCK_SIZE),
+        prefill_tokens=prefill_tokens + sequences if measures else min(prefill_tokens, 4 * BLOCK_SIZE),
         total_tokens=total_tokens,
         sampled=LOGIT_ROWS if measures else 1,
         has_encoder=engine.has_encoder,

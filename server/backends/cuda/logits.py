@@ -24,6 +24,7 @@ from server.backends.reference.logits import StockLogits
 
 # Candidates that one program compares: 16 for each thread of 8 warps.
 MAX_CANDIDATES = 4096
+MOST_WANTED = 2**31 - 1  # tokens: a larger number would be of another type, for which kernels are compiled again
 
 
 class KernelLogits(StockLogits):
@@ -92,7 +93,7 @@ class KernelLogits(StockLogits):
         return noise
 
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int, gather: Gather | None) -> Tensor:
-        return _search(logits, None, None, k, most + 1, gather)
+        return _search(logits, None, None, k, min(most + 1, MOST_WANTED), gather)
 
     def top_p_threshold(self, logits: Tensor, p: Tensor, gather: Gather | None) -> Tensor:
         return _search(logits, logits, self._log_totals(logits, gather), p, 1.0, gather)

@@ -40,6 +40,7 @@ class Tiles:
     stages: int  # of the compiler's pipeline
     kib: int = LEAST_PROGRAM_KIB  # of shared memory that a program must be able to have
     longest: int = 1 << 31  # queries of a sequence that it is for
+    may_split: bool = True  # whether registers are left to put parts together
 
 
 # By bytes of an element and the most features of a padded head: wide ones fill registers and shared memory. The first
@@ -52,10 +53,13 @@ TILES = {
     ),
     (2, 256): (
         Tiles(queries=64, keys=32, warps=8, stages=3, longest=SHORT),
-        Tiles(queries=128, keys=32, warps=8, stages=5, kib=163),
+        Tiles(queries=128, keys=32, warps=8, stages=5, kib=163, may_split=False),
         Tiles(queries=64, keys=32, warps=8, stages=3),
     ),
-    (2, 512): (Tiles(queries=64, keys=32, warps=8, stages=3, kib=163), Tiles(queries=32, keys=32, warps=8, stages=3)),
+    (2, 512): (
+        Tiles(queries=64, keys=32, warps=8, stages=3, kib=163, may_split=False),
+        Tiles(queries=32, keys=32, warps=8, stages=3),
+    ),
     (4, 128): (Tiles(queries=16, keys=32, warps=4, stages=1),),
     (4, 512): (Tiles(queries=16, keys=16, warps=4, stages=1),),
 }
@@ -72,7 +76,10 @@ def choose_tiles(element_size: int, head_dim: int, program_kib: int, longest: in
 
 
 def choose_splits(programs: int, processors: int, keys: int) -> int:
-    """Into how many parts the keys of each tile of queries are split, where the longest sequence has so many."""
+    """Into how many parts the keys of each tile of queries are split, where the longest sequence has so many.
+
+    programs: that have queries, without a split.
+    """
     wanted = PROGRAMS_PER_PROCESSOR * processors // programs
     return max(min(wanted, keys // LEAST_KEYS, MAX_SPLITS), 1)
 
@@ -95,15 +102,19 @@ def prefill(
     tiles = choose_tiles(q.element_size(), head_dim, processors.program_kib, meta.longest)
     chunks = len(meta.block_tables) - meta.num_decodes
     query_tiles = triton.cdiv(meta.longest, tiles.queries)
-    programs = query_tiles * heads * chunks
-    splits = choose_splits(programs, processors.count, meta.block_tables.shape[1] * stored.block_size)
+    # Of the places that a captured step has for chunks, most are empty: programs with queries are fewer.
+    tokens = len(q) - meta.num_decodes
+    busy = triton.cdiv(tokens, tiles.queries) * heads
+    splits = 1
+    if tiles.may_split and query_tiles * heads * chunks <= len(processors.arrivals):
+        splits = choose_splits(busy, processors.count, meta.block_tables.shape[1] * stored.block_size)
     parts = log_sums = None
     # How many keys there are does not decide which kernel is compiled: a request would wait for it.
-    if tiles.longest <= SHORT or programs <= processors.count:
-        places = len(q) * heads * splits if splits > 1 else 1
+    if tiles.may_split and (tiles.longest <= SHORT or busy <= processors.count):
+        places = tokens * heads * splits if splits > 1 else 1
         parts = torch.empty(places, head_dim, dtype=torch.float32, device=q.device)
         log_sums = torch.empty(places, dtype=torch.float32, device=q.device)
-    assert splits == 1 or (parts is not None and programs <= len(processors.arrivals))
+    assert splits == 1 or parts is not None
     _prefill[(query_tiles * splits, heads, chunks)](
         q,
         stored.keys,
@@ -262,7 +273,7 @@ def _prefill(
     elif used == 1:
         _write(out, acc, total, best, sinks, head, place * HEAD_DIM + features, asked_features)
     else:
-        where = place * splits
+        where = (place - num_decodes * (KV_HEADS * GROUP)) * splits
         weight = tl.maximum(total, 1.0)[:, None]
         tl.store(parts + (where + split) * HEAD_DIM + features, acc / weight, mask=asked_features)
         tl.store(log_sums + where + split, best[:, None] + tl.log2(weight), mask=asked[:, None])

@@ -31,6 +31,9 @@ RESERVED_BYTES = KIB
 LEAST_PROGRAM_KIB, MOST_PROGRAM_KIB = 99, 227
 # Programs wanted for each multiprocessor: several must be under way for some to load while others compute.
 PROGRAMS_PER_PROCESSOR = 4
+# Places where programs meet, for each multiprocessor. With more programs than half of what is wanted, decodes are not
+# split; captured steps have places for chunks that they do not have.
+MOST_MEETINGS = 16
 # More parts than this cost more to combine than they gain.
 MAX_SPLITS = 64
 # As many rows (parts times heads) as one program combines: of 128 features, 512 KiB that it reads alone.
@@ -55,8 +58,7 @@ def processors_of(device: torch.device, count: int | None, program_kib: int | No
     """Fresh counts on `device`, of whose multiprocessors `count` are to be filled; None for what the device has."""
     count = count or torch.cuda.get_device_properties(device).multi_processor_count
     program_kib = program_kib or _program_kib(device)
-    # With more programs than half of what is wanted, `choose_splits` splits nothing.
-    arrivals = torch.zeros(PROGRAMS_PER_PROCESSOR * count // 2 + 1, dtype=torch.int32, device=device)
+    arrivals = torch.zeros(MOST_MEETINGS * count, dtype=torch.int32, device=device)
     return Processors(count, program_kib, arrivals)
 
 

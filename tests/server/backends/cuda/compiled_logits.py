@@ -65,8 +65,8 @@ def test_a_search_is_compiled_once_whatever_the_batch(found: list[MachineCode]) 
         compiled.update((name, key) for key in cache)
 
     with patch.object(JITFunction, "run", noted):
-        for rows in (4, 1, 2):
-            KernelLogits().top_k_threshold(torch.zeros(rows, 20000), torch.ones(rows, 1, dtype=torch.int64), 1, None)
+        for rows, most in ((4, 1), (1, 1), (2, 7), (2, 2**32 - 1)):
+            KernelLogits().top_k_threshold(torch.zeros(rows, 20000), torch.ones(rows, 1, dtype=torch.int64), most, None)
             if rows == 4:
                 first = set(compiled)
     assert first == compiled

@@ -124,6 +124,12 @@ def test_a_row_that_wants_everything_keeps_all_beside_others() -> None:
         assert float("-inf") == expected[1] and all(expected[[0, 2]] > float("-inf"))
 
 
+def test_a_client_may_want_more_tokens_than_an_integer_counts() -> None:
+    logits = logits_of(1, 100)
+    threshold = KERNELS.top_k_threshold(logits, torch.tensor([[2**32 - 1]]), 2**32 - 1, None)
+    assert float("-inf") == threshold.item()
+
+
 def test_a_search_in_tiles_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SEARCH_PART", 3 * kernels.SEARCH_TILE)
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(3)) * 4

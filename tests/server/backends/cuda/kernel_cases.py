@@ -262,7 +262,23 @@ def check_split_chunk(case: Case, dtype: torch.dtype, device: torch.device) -> N
     choose = prefill.choose_splits
     with patch.object(prefill, "LEAST_KEYS", 16), patch.object(prefill, "choose_splits", noted):
         check_attention(case, dtype, device)
-    assert len(chosen) == 1 and chosen[0] > 1
+        check_empty_places(case, dtype, device)
+    assert len(chosen) == 2 and chosen[0] == chosen[1] > 1
+
+
+def check_empty_places(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    """As in a captured step, which has places for more chunks than there are."""
+    from server.backends.cuda.attention import PagedAttention
+
+    meta, scores, rotation = case.meta(device), case.scores_on(device), case.rotation_on(device)
+    kv, heads = case.inputs(dtype, device)
+    empty = torch.zeros(8, meta.block_tables.shape[1], dtype=meta.block_tables.dtype, device=device)
+    tables, starts = torch.cat([meta.block_tables, empty]), torch.cat([meta.starts, meta.starts[-1:].repeat(8)])
+    expected = ReferenceAttention(scores).self_attend(heads.float(), kv.float(), rotation, meta, case.window)
+    backend, padded = PagedAttention(scores, case.processors), replace(meta, block_tables=tables, starts=starts)
+    found = backend.self_attend(heads.clone(), kv.clone(), rotation, padded, case.window)
+    torch.testing.assert_close(expected, found.float(), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    check_nothing_is_left(backend, device)
 
 
 def check_attention_to_stored(case: Case, dtype: torch.dtype, device: torch.device) -> None:
