@@ -32,7 +32,6 @@ from benchmark.cost.devices import GPU_READ_BYTES, Probe, known
 from benchmark.cost.roofline import Ceilings
 from benchmark.result import BenchError, prepare_output, table, write_atomically
 from benchmark.terminal import Progress, Stage, shown
-from server.backends.cuda import FLOAT8_SINCE
 from server.quantisation.random_weight import Kind, noise
 
 if TYPE_CHECKING:
@@ -162,6 +161,7 @@ def rows(capability: str, view: Progress | None = None) -> Iterator[tuple[Case, 
 
 def cases(capability: str) -> Iterator[Case]:
     """What the table has for GPUs of one compute capability."""
+    from server.backends.cuda import FLOAT8_SINCE
     from server.backends.cuda.kernels.splits import KIB
     from server.backends.cuda.machine_code import PROCESSOR_OF, number
 

@@ -26,7 +26,6 @@ from benchmark.result import BenchError
 from host.cgroups import available_bytes
 from server.arch.footprint import LOGIT_BYTES, kept_state_bytes, least_step_bytes, num_spares, state_bytes, step_bytes
 from server.arch.windows import largest_window, ring_for
-from server.backends.cuda import FLOAT8_SINCE
 from server.quantisation import sizes
 
 if TYPE_CHECKING:
@@ -459,6 +458,8 @@ def _in_registers(kind: str, threads: int) -> Callable[[], float]:
 def _large_product(kind: str, device: torch.device, size: tuple[int, int, int] = GPU_MATRIX_SIZE) -> _Product:
     """One large linear layer of numbers of a kind: a dtype, int8, or float8 where the GPU has it, else bfloat16."""
     import torch
+
+    from server.backends.cuda import FLOAT8_SINCE
 
     rows, inputs, outputs = size
     num_ops = 2 * rows * inputs * outputs
