@@ -95,15 +95,12 @@ def output_folder(target: Path) -> Iterator[OutputFolder]:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(target)
     with _claimed(partial, target):
-        try:
-            if problem := output_problem(target):  # a run that held the lock before may have made it
-                raise ValueError(problem)
-            yield OutputFolder(partial)
-            sync(partial)
-            partial.rename(target)
-            (target / MARKER).unlink()
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        if problem := output_problem(target):  # a run that held the lock before may have made it
+            raise ValueError(problem)
+        yield OutputFolder(partial)
+        sync(partial)
+        partial.rename(target)
+        (target / MARKER).unlink()
 
 
 def partial_of(target: Path) -> Path:
@@ -113,31 +110,38 @@ def partial_of(target: Path) -> Path:
 
 @contextmanager
 def _claimed(partial: Path, target: Path) -> Iterator[None]:
-    """`partial` with nothing but the marker in it, which stays locked. Raises ValueError if it is not ours."""
+    """`partial` with nothing but the marker in it, which stays locked; then it is removed. Raises ValueError if it is
+    not ours."""
     marker = partial / MARKER
     foreign = ValueError(f"{partial}, where --output {target} would be made, is not of this command: remove it")
-    try:
-        partial.mkdir()
-    except FileExistsError:
-        if partial.is_symlink() or not partial.is_dir():
-            raise foreign from None
-        if marker.is_symlink() or (any(partial.iterdir()) and not marker.is_file()):
-            raise foreign from None
-    descriptor = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    is_ours = not partial.exists()  # from here on: a signal may come between any two lines
+    descriptor = -1
     try:
         try:
+            partial.mkdir()
+        except FileExistsError:
+            is_ours = False
+            if partial.is_symlink() or not partial.is_dir():
+                raise foreign from None
+            if marker.is_symlink() or (any(partial.iterdir()) and not marker.is_file()):
+                raise foreign from None
+        descriptor = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_there = os.path.samestat(os.fstat(descriptor), marker.lstat())
+            is_ours = os.path.samestat(os.fstat(descriptor), marker.lstat())
         except (BlockingIOError, FileNotFoundError):  # the run that held it has just renamed or removed it
-            is_there = False
-        if not is_there:
+            is_ours = False
+        if not is_ours:
             raise ValueError(f"--output {target} is being made by another run: give another folder")
         for path in partial.iterdir():
             if path != marker:
                 path.unlink()  # a run makes nothing but files
         yield
     finally:
-        os.close(descriptor)
+        if is_ours:
+            shutil.rmtree(partial, ignore_errors=True)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def tensors_of(name: str, weight: QuantisedWeight, recipe: Recipe, scales: torch.dtype) -> dict[str, Tensor]:
