@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
@@ -65,6 +66,8 @@ from router.telemetry.tracing import Tracer
 from router.text.tokenizer import ModelTokenizer
 
 STATIC = Path(__file__).parent / "documentation"
+logger = logging.getLogger(__name__)
+
 NUM_ASIDE = 2  # processes for what clients can make expensive
 CHAT_NICENESS = 5  # of those for chats: a third of a shard's share of a core, for a few milliseconds of each request
 
@@ -209,10 +212,12 @@ def chat_template_of(config: RouterConfig) -> ChatTemplate:
 
 
 async def _warm_up(services: Services) -> None:
-    """Have a process ready for chats, so that the first need not wait for one."""
+    """Have a process ready for chats, so that the first need not wait for one, and say if they will be refused."""
     if services.chat_template.named:
         with suppress(TaskError, Unavailable, OSError):  # the first chat will try again, and say
             await services.aside.warm_up()
+            if (why := await services.chat_template.refusal(services.aside)) is not None:
+                logger.warning("a plain chat is refused, as %s: give another template with --chat-template", why)
 
 
 # ----------------------------------------------------------------------------------------- around the routes

@@ -121,6 +121,19 @@ class ChatTemplate:
         except TaskError as error:
             raise ValidationError(f"the messages cannot be written as a prompt: {error}") from None
 
+    async def refusal(self, aside: Sandbox) -> str | None:
+        """Why the template refuses even a plain question; None: it does not, as far as is known. Raises Unavailable."""
+        told: dict[str, Any] = {"tools": None, "variables": dict(self.special_tokens), "continue_final_message": False}
+        messages = [{"role": "user", "content": "Hello"}]
+        try:
+            template = self.choose(has_tools=False)
+            await aside.do("render_chat", template=template, messages=messages, add_generation_prompt=True, **told)
+        except (ValidationError, TaskTooLarge):
+            return None
+        except TaskError as error:
+            return str(error)
+        return None
+
     async def taken(self, aside: Sandbox, *, has_tools: bool) -> turns.Taken:
         """What the template takes of a conversation. Raises ValidationError where there is none.
 

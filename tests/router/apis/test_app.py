@@ -17,7 +17,7 @@ from router.http.responses import frame
 from router.requests.generation import OpenRequest
 from router.scheduling.request import Token
 from router.text.tokenizer import named_eos_ids
-from tests.router.doubles import EOS, fake_shards, make_limits
+from tests.router.doubles import EOS, fake_shards, make_limits, tasks_in_process
 from tests.router.site import answering, assert_is_error, events_in, site
 
 # ------------------------------------------------------------------------------------------------- answers
@@ -251,3 +251,24 @@ async def test_no_error_repeats_the_prompt() -> None:
             answer = await it.post("/generate", inputs="SECRET", **parameters)
             assert answer.status_code == 422
             assert "SECRET" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [("{{ messages[0].content }}", None), ("{% for m in messages %}{{ m.content }", "the chat template is not valid")],
+)
+async def test_a_template_that_refuses_each_chat_is_told_at_the_start(
+    template: str, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (path := tmp_path / "template.jinja").write_text(template)
+    with tasks_in_process():
+        async with site(fake_shards(make_limits()), config={"chat_template": str(path)}) as it:
+            chat = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+            answer = await it.http.post("/v1/chat/completions", json=chat)
+            assert (200 if said is None else 400) == answer.status_code
+            warnings = [record.getMessage() for record in caplog.records if "plain chat" in record.getMessage()]
+    if said is None:
+        assert not warnings
+    else:
+        [warning] = warnings
+        assert f"a plain chat is refused, as {said}" in warning and "--chat-template" in warning
