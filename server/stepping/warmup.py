@@ -235,7 +235,7 @@ def _profile(
 ) -> tuple[int, int]:
     """Bytes of the largest step and of all graphs, over a cache of just the size that the step takes.
 
-    The largest step has decodes beside the prompts, which count here as prompts of one token.
+    The largest step has decodes beside the prompts; their tokens count here as the prompts' own.
     """
     measures = engine.device.measures_memory
     run = ProfileRun.of(

@@ -184,6 +184,7 @@ def message(head: Head, answer: Answer, entry: Entry, reader: AnswerReader) -> M
 
 
 def block_of(part: Part) -> Block:
+    """A part of an answer as a block of its message."""
     match part.kind:
         case "text":
             return {"type": "text", "text": part.text}

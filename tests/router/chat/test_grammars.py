@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
-from time import perf_counter, process_time
 from typing import Any
 
 import pytest
@@ -70,6 +70,26 @@ def test_arguments_that_a_function_does_not_declare_do_not_come(
 ) -> None:
     schema = schema_of(Tool("weather", parameters=parameters))
     assert is_closed is (schema.get("additionalProperties") is False)
+
+
+MOST_CALLS = 10_000_000  # of functions: twice as many as half a megabyte of the smallest schemas takes
+
+
+@contextmanager
+def at_most(most: int) -> Iterator[None]:
+    """What is done within calls no more functions than that, however busy the machine is."""
+    num = 0
+
+    def count_call(frame: object, event: str, argument: object) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+        assert num <= most, "it does not come to an end in time"
+
+    sys.setprofile(count_call)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
@@ -563,10 +583,8 @@ def test_a_schema_takes_as_much_of_a_grammar_as_it_is_long() -> None:
     assert 9000 > len(held(formats("qwen3_coder"), required(tools=(tool,))) or pytest.fail())
     many = {f"a{at}": {"$ref": "#/$defs/large"} for at in range(2000)}
     tool = Tool("f", parameters={"properties": many, "$defs": {"large": {"type": "array", "description": "x" * 9000}}})
-    start = perf_counter()
-    with pytest.raises(ValidationError, match="make a grammar of more than 65536 bytes"):
+    with pytest.raises(ValidationError, match="make a grammar of more than 65536 bytes"), at_most(MOST_CALLS):
         held(formats("qwen3_coder"), required(tools=(tool,)))
-    assert perf_counter() - start < 2
 
 
 def test_unions_of_unions_cost_what_they_are_long() -> None:
@@ -576,26 +594,20 @@ def test_unions_of_unions_cost_what_they_are_long() -> None:
         levels[f"d{at}"] = {"anyOf": [{"$ref": f"#/$defs/d{at - 1}"}] * 12}
     tool = Tool("f", parameters={"properties": {"k": {"$ref": "#/$defs/d8"}}, "required": ["k"], "$defs": levels})
     its, offered = formats("seed"), required(tools=(tool,))
-    start = perf_counter()
-    grammar, reading = held(its, offered) or "", its.reading(offered)
-    assert accepts(marked(), grammar, argument("seed", "5")) and not accepts(marked(), grammar, argument("seed", "x"))
-    reader = (reading or pytest.fail()).reader("", "", call_ids())
-    content = whole([*reader.feed(argument("seed", "5")), *reader.end()])
-    assert '{"k": 5}' == content.calls[0].arguments
-    many = {f"a{at}": {"anyOf": [{"$ref": "#/$defs/d8"}]} for at in range(400)}
-    levels["d0"] = {"type": "string"}
-    parameters = {"properties": many, "$defs": levels}
-    held(its, required(tools=(Tool("f", parameters=parameters),)))
-    with pytest.raises(ValidationError, match="the strict function f has more than 5000 schemas and values"):
-        held(its, required(tools=(Tool("f", parameters=parameters, strict=True),)))
-    assert perf_counter() - start < 2
-
-
-def spent(work: Callable[[], object]) -> float:
-    start = process_time()
-    with suppress(ValidationError):
-        work()
-    return process_time() - start
+    with at_most(MOST_CALLS):
+        grammar, reading = held(its, offered) or "", its.reading(offered)
+        assert accepts(marked(), grammar, argument("seed", "5")) and not accepts(
+            marked(), grammar, argument("seed", "x")
+        )
+        reader = (reading or pytest.fail()).reader("", "", call_ids())
+        content = whole([*reader.feed(argument("seed", "5")), *reader.end()])
+        assert '{"k": 5}' == content.calls[0].arguments
+        many = {f"a{at}": {"anyOf": [{"$ref": "#/$defs/d8"}]} for at in range(400)}
+        levels["d0"] = {"type": "string"}
+        parameters = {"properties": many, "$defs": levels}
+        held(its, required(tools=(Tool("f", parameters=parameters),)))
+        with pytest.raises(ValidationError, match="the strict function f has more than 5000 schemas and values"):
+            held(its, required(tools=(Tool("f", parameters=parameters, strict=True),)))
 
 
 @pytest.mark.parametrize(
@@ -618,8 +630,10 @@ def test_reading_a_large_schema_costs_what_it_is_long(parameters: dict[str, Any]
     each = "".join(f"<parameter=a{at}>x</parameter>\n" for at in range(100))
     text = f"<seed:tool_call>\n<function=f>\n{each}</function>\n</seed:tool_call>"
     reader = (its.reading(offered) or pytest.fail()).reader("", "", call_ids())
-    assert spent(lambda: held(its, offered)) < 2
-    assert spent(lambda: [*(reader.feed(text) for _ in range(20)), *reader.end()]) < 2
+    with at_most(MOST_CALLS), suppress(ValidationError):
+        held(its, offered)
+    with at_most(MOST_CALLS):
+        [*(reader.feed(text) for _ in range(20)), *reader.end()]
 
 
 def test_references_lead_anywhere_within_the_schema() -> None:
