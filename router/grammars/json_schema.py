@@ -63,32 +63,39 @@ def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema that stands within a root, by itself: with each schema there that it refers to, and those that do."""
+    """A schema that stands within a root, by itself: with each schema there that it refers to, and those that do.
+
+    What refers to nothing stays as it is, so that an error names it as the client does.
+    """
     names: dict[str, str] = {}  # by reference
+    left: list[tuple[str, Any]] = []  # names, and what they stand for
 
     def renamed(one: Mapping[str, Any]) -> dict[str, Any]:
         whole = dict(one)
         for inner in _all(whole):
-            if isinstance(reference := inner.get("$ref"), str) and reference.startswith("#"):
-                if reference not in names:
-                    names[reference] = f"r{len(names)}"
-                    left.append(reference)
+            reference = inner.get("$ref")
+            if not isinstance(reference, str) or not reference.startswith("#"):
+                continue
+            if reference not in names and (target := place_in(root, reference)) is not None:
+                names[reference] = f"r{len(names)}"
+                left.append((names[reference], target))
+            if reference in names:
                 inner["$ref"] = f"#/$defs/{names[reference]}"
         return whole
 
-    left: list[str] = []
     found, kept = renamed(schema), {}
     while left:
-        reference = left.pop()
-        if (target := place_in(root, reference)) is not None:
-            kept[names[reference]] = renamed(target) if isinstance(target, Mapping) else target
+        name, target = left.pop()
+        kept[name] = renamed(target) if isinstance(target, Mapping) else target
     return {**found, "$defs": kept} if names else found
 
 
 def place_in(root: Any, reference: str) -> Any:
     """What a reference such as `#/$defs/a` points to; None: nothing. RFC 6901, in the fragment of an address."""
+    if len(reference) > MOST_REFERENCE:
+        return None
     found = root
-    for part in _path_of(reference) if len(reference) <= MOST_REFERENCE else [""]:
+    for part in _path_of(reference):
         if isinstance(found, Mapping):
             found = found.get(part)
         elif isinstance(found, list) and part.isdecimal() and int(part[:9]) < len(found):

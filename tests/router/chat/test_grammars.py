@@ -648,6 +648,15 @@ def test_references_lead_anywhere_within_the_schema() -> None:
         assert not accepts(marked(), grammar, wrong)
 
 
+def test_a_reference_to_nothing_is_told_as_it_was_written() -> None:
+    array = {"type": "array", "items": {"$ref": "#/$defs/nothing"}}
+    tool = Tool("f", parameters={"properties": {"k": array, "l": {"$ref": "#/$defs/l"}}, "$defs": {"l": array}})
+    grammar = held(formats("seed"), required(tools=(tool,))) or ""
+    table = LLTokenizer(marked().to_str(), n_vocab=300, eos_token=[EOS])
+    matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert "/$defs/nothing" in matcher.get_error()
+
+
 def test_a_strict_call_is_read_as_the_grammar_has_it() -> None:
     """What looks like a forgotten tag is part of a text, and what looks like a tag part of a string of JSON."""
     properties = {"i": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": "array"}}

@@ -251,7 +251,7 @@ async def test_keys_are_served_by_turns() -> None:
 
 @pytest.mark.parametrize(
     ("had", "waits", "error"),
-    [(0.0, 80, Unavailable), (0.004, 80, Unavailable), (0.04, 40, Unavailable), (0.06, 1, TaskError)],
+    [(0.0, 80, Unavailable), (0.004, 80, Unavailable), (0.04, 40, Unavailable), (0.06, 4, TaskError)],
 )
 async def test_who_gets_no_time_on_the_cores_is_given_more(
     monkeypatch: pytest.MonkeyPatch, had: float, waits: int, error: type[Exception]
