@@ -248,4 +248,4 @@ def test_the_rehearsal_collects_and_compiles(
     assert 0 == main(["gpu-first", "--run", "rehearsal", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "ranks that share the GPU" in printed and "What travels: " in printed
-    assert re.search(r"done +\| \d+ +\| =+ [23]\d\d/\d+ tests collected", (tmp_path / "summary.md").read_text())
+    assert re.search(r"done +\| \d+ +\| =+ [1-9]\d\d+/\d+ tests collected", (tmp_path / "summary.md").read_text())
