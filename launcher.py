@@ -26,7 +26,7 @@ from launch.errors import Refusal
 from launch.files import private_folder, shared_sockets
 from launch.flags import read_command_line, refuse_misspelt, render_settings
 from launch.logs import Log, open_standard_streams
-from launch.machine import Placement, bind, describe_environment, is_on_loopback, place, storage_warnings
+from launch.machine import Placement, access_warnings, bind, describe_environment, place, storage_warnings
 from launch.models import resolve_adapters, resolve_model, resolve_speculative_model
 from launch.node_agent import Agent
 from launch.node_links import LinkProcess
@@ -100,11 +100,9 @@ def launch(settings: Settings, environ: Mapping[str, str], placement: Placement,
         stack.enter_context(leave_on_signal(log))
         holder = bind(hostname, settings.values["port"])
         stack.callback(holder.close)
-        if settings.values["api_key"] is None and not is_on_loopback(holder):
-            remedy = "set API_KEY, or use --hostname 127.0.0.1"
-            log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {layout}")
-        for sentence in [*settings.idle, *storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
+        warnings = [*access_warnings(settings, holder), *settings.idle, *storage_warnings(settings)]
+        for sentence in [*warnings, *node_warnings(settings, nodes, layout)]:
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
         proposing = resolve_speculative_model(settings, environ, log)

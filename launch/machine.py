@@ -19,13 +19,14 @@ from pathlib import Path
 from host import topology
 from host.version import package_version, version
 from launch.config import AUTO, SHARD_COUNTS
-from launch.errors import Refusal
+from launch.errors import Refusal, attempt
 from launch.logs import printable
 from launch.nodes import Layout, Nodes, check_nodes, plan_nodes
 from launch.settings import Settings, flag
 from server.config import THROUGH_HOST, folder_problems, idle_settings, offload_problems, room_problem
 
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of Windows' Linux, of AMD
+FILES = ("tokenizer_config_path", "chat_template", "api_keys_file")  # that the router reads
 OFFLOADING = ("weights_on_device", "weights_on_host", "kv_on_device", "kv_on_host", "offload_dir")
 
 
@@ -87,7 +88,8 @@ def place(settings: Settings, environ: Mapping[str, str]) -> tuple[Placement, li
         nodes = plan_nodes(settings, environ)
         placement = Placement(*plan_shards(settings, gpus, nodes), nodes)
         check_nodes(settings, nodes, placement.layout)
-        return placement, storage_problems(settings, placement.device)
+        problems = file_problems(settings) if nodes.index == 0 else []
+        return placement, problems + storage_problems(settings, placement.device)
     except ValueError as error:
         return placement, [str(error)]
 
@@ -208,6 +210,31 @@ def _bind_problem(hostname: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"port {port} needs root: give a --port of 1024 or more"
     return f"cannot listen on {hostname} port {port}: {error.strerror}; use --hostname 0.0.0.0 or 127.0.0.1"
+
+
+def access_warnings(settings: Settings, listener: socket.socket) -> list[str]:
+    """A sentence where anybody who reaches this machine may use the server. listener: its bound socket."""
+    values = settings.values
+    if values["api_key"] is not None or values["api_keys_file"] is not None or is_on_loopback(listener):
+        return []
+    remedy = "set API_KEY, or use --hostname 127.0.0.1"
+    return [f"other machines can reach {values['hostname']} and there is no API key: {remedy}"]
+
+
+def file_problems(settings: Settings) -> list[str]:
+    """One sentence for each file that a setting names and nobody can use, before anything starts that needs it."""
+    values = settings.values
+    paths = {name: Path(values[name]).expanduser() for name in FILES if values[name]}
+    found = [
+        f"{flag(name)} is {printable(values[name])}, which is no file: check the path"
+        for name, path in paths.items()
+        if not path.is_file()
+    ]
+    if (keys := paths.get("api_keys_file")) is not None and keys.is_file():
+        from router.accounts import read_keys  # which takes time that few launches need
+
+        attempt(lambda: read_keys(values["api_key"], keys), found.append)
+    return found
 
 
 def storage_problems(settings: Settings, device: str) -> list[str]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.logs import Log, printable
-from launch.machine import bind_beside, is_on_loopback
+from launch.machine import FILES, bind_beside, is_on_loopback
 from launch.nodes import Layout
 from launch.processes import Child, ChildCommand
 from launch.restarts import RestartPolicy
@@ -141,6 +141,7 @@ class RouterCommand:
         """What the router is told to serve; the port that was taken replaces the one that was asked for."""
         port = self.holder.getsockname()[1]
         given = self.settings.pick(RouterConfig) | {"model_id": self.settings.shown_model, "port": port}
+        given |= {name: str(Path(given[name]).expanduser()) for name in FILES if given[name]}
         return RouterConfig(
             model_path=str(self.model.path),
             tokenizer_path=str(self.model.tokenizer_path),

@@ -140,8 +140,8 @@ def read_settings(
         values[name], sources[name] = setting.default, "default"
         try:
             if (names is None or name in names) and (given := _given(setting, flags, environ)):
-                text, sources[name], label = given
-                values[name] = parse_value(setting, text, label)
+                text, source, label = given
+                values[name], sources[name] = parse_value(setting, text, label), source
         except ValueError as error:
             problems.append(str(error))
     idle: list[str] = []

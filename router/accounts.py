@@ -183,7 +183,7 @@ class Accounts:
     def __init__(self, api_key: str | None, path: Path | None, *, clock: Clock = time.monotonic) -> None:
         self._path = path
         self._clock = clock
-        self._lone = ApiKey(LONE_NAME, digest_of(api_key.encode())) if api_key is not None else None
+        self._api_key = api_key
         self._by_digest: dict[bytes, Account] = {}
         self._checked_at = clock()
         self._seen = self._state_of_file()
@@ -226,18 +226,9 @@ class Accounts:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _load(self) -> None:
-        keys = [self._lone] if self._lone is not None else []
+        self._replace(read_keys(self._api_key, self._path))
         if self._path is not None:
-            keys += read_keys(self._path)
             self._warn_of_readers(self._path)
-        by_name = {key.name: key for key in keys}
-        by_digest = {key.digest: key for key in keys}
-        if not len(keys) == len(by_name) == len(by_digest):
-            raise ValueError(
-                f"api_keys_file {self._path} has a key named {LONE_NAME}, or the very key that api_key gives: "
-                "rename it there, or give no api_key"
-            )
-        self._replace(keys)
 
     def _replace(self, keys: list[ApiKey]) -> None:
         known = {account.name: account for account in self._by_digest.values()}
@@ -333,8 +324,19 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def read_keys(path: Path) -> list[ApiKey]:
-    """The keys in a file. Raises ValueError with every problem."""
+def read_keys(api_key: str | None, path: Path | None) -> list[ApiKey]:
+    """All keys of a server: the one that `api_key` gives, and those of a file. Raises ValueError with every problem."""
+    keys = [ApiKey(LONE_NAME, digest_of(api_key.encode()))] if api_key is not None else []
+    keys += _keys_of(path) if path is not None else []
+    if not len(keys) == len({key.name for key in keys}) == len({key.digest for key in keys}):
+        raise ValueError(
+            f"api_keys_file {path} has a key named {LONE_NAME}, or the very key that api_key gives: rename it there, "
+            "or give no api_key"
+        )
+    return keys
+
+
+def _keys_of(path: Path) -> list[ApiKey]:
     try:
         content = path.read_bytes()
         document = tomllib.loads(content.decode()) if path.suffix == ".toml" else json.loads(content)

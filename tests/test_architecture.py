@@ -41,6 +41,7 @@ KNOWN = {
         *("server.arch", "server.quantisation.sizes", "router.scheduling.limits", "benchmark.cost"),  # to plan a launch
         *("server.checkpoint.formats", "server.adapters.config", "server.fallback"),  # to refuse what they do not serve
         "router.requests.adapter_files",  # likewise
+        *("router.chat.template", "router.sandbox.pool", "router.errors"),  # to try the chat template
     },
     "launcher": {"launch", "router.config", "server.config"},
 }

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from launch.errors import Refusal
 from launch.files import check_sockets
 from launch.flags import Parser, read_command_line
 from launch.logs import printable
-from launch.machine import Placement, PortTaken, bind, has_gpu_driver, place, storage_warnings
+from launch.machine import Placement, PortTaken, access_warnings, bind, has_gpu_driver, place, storage_warnings
 from launch.nodes import node_warnings
 from launch.settings import Settings, flag, public_settings, read_settings
 
@@ -168,7 +167,7 @@ def examine(launch: Launch) -> Findings:
         findings.problems.append("GPUs are chosen by a variable, but none is here: check nvidia-smi, or unset it")
     if launch.container and launch.container.wants_gpus and placement.device == "cpu":
         findings.unchecked.append("GPUs: the container is given them, but none is seen here")
-    _check_files(settings, placement, findings)
+    _check_sockets_and_traces(settings, placement, findings)
     findings.add("model", settings.shown_model, _about_model(settings, environ, findings))
     findings.add("device", placement.device, str(placement.layout))
     model = ModelCheck(settings, placement, environ, launch.container, findings)
@@ -187,7 +186,8 @@ def _check_port(settings: Settings, container: docker.Container | None, findings
         hostname, port = "0.0.0.0", int(container.ports[str(port)])
         findings.add("published port", port)
     try:
-        bind(hostname, port).close()
+        with bind(hostname, port) as listener:
+            findings.notes += access_warnings(settings, listener)
     except PortTaken:
         findings.notes.append(f"port {port} is taken now: stop the server that has it first")
     except Refusal as refusal:
@@ -215,20 +215,9 @@ def _other_meanings(settings: Settings) -> list[str]:
     ]
 
 
-def _check_files(settings: Settings, placement: Placement, findings: Findings) -> None:
-    """Whether what the settings name is there, and can be read by those who need it."""
+def _check_sockets_and_traces(settings: Settings, placement: Placement, findings: Findings) -> None:
+    """Whether sockets can be made where they are wanted, and traces sent."""
     values = settings.values
-    checks: dict[str, Callable[[Path], object]] = {
-        "tokenizer_config_path": lambda path: None,  # it is read with the tokenizer
-        "chat_template": lambda path: path.read_bytes(),
-        "api_keys_file": _read_keys,
-    }
-    for name, check in checks.items():
-        path = Path(values[name] or "").expanduser()
-        if values[name] and not path.is_file():
-            findings.problems.append(f"{flag(name)} is {printable(values[name])}, which is no file: check the path")
-        elif values[name]:
-            findings.attempt(partial(check, path))
     if values["shard_uds_path"]:
         findings.attempt(lambda: check_sockets(values["shard_uds_path"], placement.layout.world_size))
     missing = [package for package in TRACING if package_version(package) == "not installed"]
@@ -236,12 +225,6 @@ def _check_files(settings: Settings, placement: Placement, findings: Findings) -
         findings.problems.append(
             f"--otlp-endpoint needs {' and '.join(missing)}: pip install --editable '.[otel]' in Lockstep's folder"
         )
-
-
-def _read_keys(path: Path) -> None:
-    from router.accounts import read_keys  # which takes time that hardly any check needs
-
-    read_keys(path)
 
 
 def _add_settings(settings: Settings, found: Estimate | None, findings: Findings) -> None:

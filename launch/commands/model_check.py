@@ -5,6 +5,7 @@ Of weights, headers alone are read. What it takes of the machine's memory is com
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -18,11 +19,15 @@ from launch.commands.estimate import Estimate, estimate
 from launch.commands.findings import Findings
 from launch.compatibility.docker import Container
 from launch.config import parse_adapters
+from launch.errors import attempt
 from launch.machine import Placement
 from launch.models import Description, find_description, is_offline, name_and_revision, name_problem, other_base
 from launch.settings import Settings
+from router.chat.template import ChatTemplate
 from router.config import most_adapter_bytes
+from router.errors import Unavailable
 from router.requests.adapter_files import Unfit, appearance
+from router.sandbox.pool import Sandbox
 from server.adapters.config import AdapterConfig, AdapterError
 from server.checkpoint.files import (
     HubError,
@@ -66,6 +71,7 @@ class ModelCheck:
                 findings.unchecked.append("the model: its shards, memory and longest sequence")
                 return None
             self._check_tokenizer(model)
+            self._check_template(model)
             found = estimate(
                 self.settings, self.placement, model.folder, config, self.variables, findings.problems.append
             )
@@ -130,8 +136,8 @@ class ModelCheck:
             if model.names:
                 findings.unchecked.append("the tokenizer, which is fetched at the first start")
             else:
-                given = self.settings.values["tokenizer_config_path"]
-                findings.attempt(lambda: _load_tokenizer(folder, given if given and Path(given).is_file() else None))
+                config = _if_there(self.settings.values["tokenizer_config_path"])
+                findings.attempt(lambda: _load_tokenizer(folder, config))
         elif names & set(TOKENIZER_SOURCES):
             findings.unchecked.append("the tokenizer, which is converted at the first start")
         elif model.names or model.cache is None:
@@ -141,6 +147,16 @@ class ModelCheck:
             )
         else:
             findings.unchecked.append("the tokenizer, which is not in the cache")
+
+    def _check_template(self, model: Description) -> None:
+        """Whether it can be read and writes a plain chat. Where it is not there yet, nothing is said."""
+        values = self.settings.values
+        config, given = (_if_there(values[name]) for name in ("tokenizer_config_path", "chat_template"))
+        problems = list[str]()
+        template = attempt(lambda: ChatTemplate.load(model.folder, config, given), problems.append)
+        self.findings.problems += (one for one in problems if one not in self.findings.problems)  # of the tokenizer
+        if template is not None and template.named and (refused := asyncio.run(_refusal(template))) is not None:
+            self.findings.notes.append(refused)
 
     def _check_weights(self, model: Description, found: Estimate | None) -> None:
         """Whether the weights are whole, or can be fetched."""
@@ -219,6 +235,22 @@ def _check_speculative_weights(folder: Path) -> None:
                 f"{folder} has no *.safetensors, which a speculative model must have: take one in that format"
             )
         check_safetensors(path)
+
+
+def _if_there(path: str | None) -> str | None:
+    """The path of a file, or None: that it is not there was said before."""
+    return path if path and Path(path).is_file() else None
+
+
+async def _refusal(template: ChatTemplate) -> str | None:
+    """What the start would warn of."""
+    aside = Sandbox(1, tasks=template.tasks)
+    try:
+        return await template.refusal(aside)
+    except (OSError, Unavailable):
+        return None  # the first chat will say
+    finally:
+        await aside.close()
 
 
 def _load_tokenizer(folder: Path, tokenizer_config_path: str | None) -> None:

@@ -216,8 +216,8 @@ async def _warm_up(services: Services) -> None:
     if services.chat_template.named:
         with suppress(TaskError, Unavailable, OSError):  # the first chat will try again, and say
             await services.aside.warm_up()
-            if (why := await services.chat_template.refusal(services.aside)) is not None:
-                logger.warning("a plain chat is refused, as %s: give another template with --chat-template", why)
+            if (refused := await services.chat_template.refusal(services.aside)) is not None:
+                logger.warning(refused)
 
 
 # ----------------------------------------------------------------------------------------- around the routes

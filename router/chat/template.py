@@ -122,7 +122,7 @@ class ChatTemplate:
             raise ValidationError(f"the messages cannot be written as a prompt: {error}") from None
 
     async def refusal(self, aside: Sandbox) -> str | None:
-        """Why the template refuses even a plain question; None: it does not, as far as is known. Raises Unavailable."""
+        """A sentence where the template refuses even a plain question, as far as is known. Raises Unavailable."""
         told: dict[str, Any] = {"tools": None, "variables": dict(self.special_tokens), "continue_final_message": False}
         messages = [{"role": "user", "content": "Hello"}]
         try:
@@ -131,7 +131,7 @@ class ChatTemplate:
         except (ValidationError, TaskTooLarge):
             return None
         except TaskError as error:
-            return str(error)
+            return f"a plain chat is refused, as {error}: give another template with --chat-template"
         return None
 
     async def taken(self, aside: Sandbox, *, has_tools: bool) -> turns.Taken:

@@ -147,8 +147,9 @@ def _bounds(config: RouterConfig, max_positions: int, room: Room | None) -> dict
     if max_positions:
         bounds: dict[str, tuple[int, int | None]] = {"the model's longest sequence": (max_positions, max_positions)}
     else:
-        wanted = max(UNBOUNDED_TOTAL_TOKENS, (config.max_input_length or 0) + ROOM_FOR_ANSWER)
-        bounds = {"the default for a model without a longest sequence": (wanted, None)}
+        bounds = {"the default for a model without a longest sequence": (UNBOUNDED_TOTAL_TOKENS, None)}
+        if (asked := (config.max_input_length or 0) + ROOM_FOR_ANSWER) > UNBOUNDED_TOTAL_TOKENS:
+            bounds = {f"max_input_length and {ROOM_FOR_ANSWER}": (asked, None)}
     if (given := config.max_batch_total_tokens) is not None:
         bounds["max_batch_total_tokens"] = (given, given)
     if room is not None:

@@ -138,7 +138,9 @@ def test_a_command_line_that_cannot_be_read_has_no_table() -> None:
 
 
 def test_defaults_that_stand_for_wrong_settings_are_no_promise() -> None:
-    assert "what the wrong settings change" in check(["--num-shard", "3"]).unchecked[0]
+    found = check(["--num-shard", "3", "--max-batch-size", "no"])
+    assert "what the wrong settings change" in found.unchecked[0]
+    assert "max_batch_size" not in {name for name, _, _ in found.rows}
 
 
 def test_help_is_of_the_command() -> None:
@@ -257,6 +259,29 @@ def test_a_pipe_is_no_file(option: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (problem,) = check([option, str(tmp_path / "pipe")]).problems
     assert problem.endswith("which is no file: check the path")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{% for", "a plain chat is refused, as the chat template is not valid"),
+        ("{{ raise_exception('no chats') }}", "a plain chat is refused, as the chat template refuses the messages: no"),
+        ("{{ messages[0].content }}", None),
+    ],
+)
+def test_a_template_is_tried(text: str, told: str | None, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(text)
+    found = check(["--chat-template", str(tmp_path / "template.jinja"), "--model-id", str(DEMO)])
+    assert [] == found.problems and (told is not None) == len(found.notes)
+    assert all(note.startswith(str(told)) for note in found.notes)
+
+
+def test_a_server_that_anyone_can_use_is_told_of(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text('{"keys": [{"name": "alice", "key": "secret"}]}')
+    for more in ([], ["--api-key", "secret"], ["--api-keys-file", str(keys)]):
+        told = [note for note in check(["--hostname", "0.0.0.0", *more]).notes if "other machines can reach" in note]
+        assert bool(told) is (not more), more
 
 
 def test_sockets_need_a_folder() -> None:

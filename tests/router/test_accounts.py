@@ -39,8 +39,8 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
     rights: dict[str, Any] = {"adapters": ["", "mine"], "admin": True}
     alice = ApiKey("alice", digest_of(b"alice-secret"), **limits)
     expected = [alice, ApiKey("bob", digest_of(b"bob-secret"), 3.0, adapters=frozenset({"", "mine"}), admin=True)]
-    assert expected == read_keys(write(tmp_path / "keys.json", {**ALICE, **limits}, {**BOB, **rights}))
-    assert expected == read_keys(toml)
+    assert expected == read_keys(None, write(tmp_path / "keys.json", {**ALICE, **limits}, {**BOB, **rights}))
+    assert expected == read_keys(None, toml)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said_without_a_key(tmp_path: Path, keys: list[Any], sentence: str) -> None:
     with pytest.raises(ValueError) as refused:
-        read_keys(write(tmp_path / "keys.json", *keys))
+        read_keys(None, write(tmp_path / "keys.json", *keys))
     assert sentence in str(refused.value)
     assert "secret" not in str(refused.value)
 
@@ -86,7 +86,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | N
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as refused:
-        read_keys(tmp_path / name)
+        read_keys(None, tmp_path / name)
     assert sentence in str(refused.value)
     assert "secret" not in str(refused.value)
 

@@ -45,6 +45,7 @@ def test_gaps_follow_a_short_model_and_a_small_cache() -> None:
 def test_long_prompts_asked_for_make_room_for_themselves_and_an_answer() -> None:
     lengths = derive_lengths(make_config(max_input_length=4000), max_positions=0, has_encoder=False)
     assert (lengths.max_input_length, lengths.max_total_tokens) == (4000, 5024)
+    assert "max_input_length and 1024" == lengths.reasons["max_total_tokens"]
     short = derive_lengths(make_config(max_input_length=4000), max_positions=4096, has_encoder=False)
     assert (short.max_input_length, short.max_total_tokens) == (4000, 4096)
 
