@@ -45,7 +45,8 @@ def tool_in(where: str, given: Mapping[str, Any], schema: str = "parameters") ->
     """A tool as APIs write it. Raises ValidationError. where: it is in the body; schema: what its schema is called."""
     name, description, strict = given.get("name"), given.get("description"), given.get("strict")
     if not isinstance(name, str):
-        raise ValidationError(f"`{where}.name` must be a string")
+        nested = f": what is in `{where}.function` goes into `{where}` itself here" if "function" in given else ""
+        raise ValidationError(f"`{where}.name` must be a string{nested}")
     if not isinstance(description, str | None):
         raise ValidationError(f"`{where}.description` must be a string")
     if not isinstance(given.get(schema), dict | None):

@@ -167,7 +167,12 @@ class GenerateParameters(Strict):
 
 
 def drawn(temperature: float | None, **narrowing: Any) -> dict[str, Any]:
-    """Parameters of APIs in which tokens are drawn unless the temperature is 0, which needs nothing that narrows."""
+    """Parameters of APIs in which tokens are drawn unless the temperature is 0, which needs nothing that narrows.
+
+    Raises ValidationError.
+    """
+    if temperature is not None and temperature < 0:
+        raise ValidationError(f"`temperature` must be >= 0. Given: {temperature}")
     return {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature, **narrowing}
 
 

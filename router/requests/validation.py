@@ -245,7 +245,7 @@ def _best_of(given: GenerateParameters, limits: Limits) -> int:
     if best_of != 1 and limits.max_best_of == 1:
         raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
     if not 0 < best_of <= limits.max_best_of:
-        raise ValidationError(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}")
+        raise ValidationError(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of} (max_best_of)")
     warpers = (given.temperature, given.top_k, given.top_p, given.typical_p, given.min_p)
     if best_of > 1 and not given.do_sample and all(warper is None for warper in warpers):
         raise ValidationError("you must use sampling when `best_of` is > 1: set `do_sample`")
@@ -290,7 +290,8 @@ def _positive(name: str, value: float | None) -> float:
     if value is None:
         return 1.0
     if value <= 0.0:
-        raise ValidationError(f"`{name}` must be strictly positive. Given: {value}")
+        remedy = ": leave it out for the likeliest token each time" if name == "temperature" else ""
+        raise ValidationError(f"`{name}` must be strictly positive. Given: {value}{remedy}")
     if not MIN_FLOAT32 <= value <= MAX_FLOAT32:
         raise ValidationError(f"`{name}` must be between 1.2e-38 and 3.4e38, the range of a 32-bit float")
     return value
@@ -307,7 +308,7 @@ def _share(name: str, value: float | None) -> float:
 def _stop(given: GenerateParameters, limits: Limits) -> tuple[str, ...]:
     stop = tuple(given.stop or ())
     if len(stop) > limits.max_stop_sequences:
-        raise ValidationError(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stop)}")
+        raise ValidationError(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stop)} (max_stop_sequences)")
     if "" in stop:
         raise ValidationError("`stop` has an empty sequence, which would match at once: remove it")
     if (longest := max(map(len, stop), default=0)) > MOST_CHARACTERS_OF_STOP:
@@ -435,9 +436,10 @@ def _max_new_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Li
         raise ValidationError("`inputs` has no tokens: the tokenizer dropped all of its characters")
     new_tokens = limits.max_total_tokens - num_inputs if max_new_tokens is None else max_new_tokens
     if num_inputs + new_tokens > limits.max_total_tokens:
+        shorter = " or shorten the prompt, or set `truncate`" if new_tokens < limits.max_total_tokens else ""
         raise TooLong(
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: {num_inputs} `inputs` "
-            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer or shorten the prompt, or set `truncate`",
+            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer{shorter}",
             most=limits.max_total_tokens,
             most_prompt=limits.max_input_length,
             num_prompt=num_inputs,

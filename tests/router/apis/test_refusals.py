@@ -59,7 +59,7 @@ OF_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
     ({"max_tokens": 0}, "`max_tokens` must be strictly positive"),
     ({"max_tokens": 5000}, "prompt tokens + `max_tokens` must be <= 4500"),
-    ({"temperature": -1}, "`temperature` must be strictly positive"),
+    ({"temperature": -1}, "`temperature` must be >= 0. Given: -1.0"),
     ({"n": 17}, "`n` must be > 0 and <= 16. Given: 17"),
     ({"model": "x" * 257}, "`model`: string should have at most 256 characters"),
     ({"response_format": {"type": "xml"}}, "`response_format.type` must be one of text,"),
@@ -209,6 +209,7 @@ OF_RESPONSES: list[tuple[dict[str, Any], str]] = [
     (item(type="custom_tool_call", call_id="1", name="x"), "`input.1.input` must be a string"),
     (item(type="custom_tool_call", call_id="1", name="x", namespace=5), "`input.1.namespace` must be a string"),
     ({"tools": [{"type": "function"}]}, "`tools.0.name` must be a string"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "what is in `tools.0.function` goes into `tools.0`"),
     ({"tool_choice": "some"}, "`tool_choice` is some: give auto, none, required, or one function by its name"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "needs a `mode`, auto or required, and a list"),
     (
