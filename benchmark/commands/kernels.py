@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 PROCESSORS = 132  # to fill: those of an H200, so that the keys of few sequences are split
-DECODES, CHUNK, BLOCKS, BLOCK_SIZE = 2, 20, 64, 16
+DECODES, MANY_DECODES, CHUNK, BLOCKS, BLOCK_SIZE = 2, 64, 20, 64, 16
 WIDTH = 4096  # of the model, and of a gated mlp
 VOCABULARY = 250_880  # Bloom's
 MOST_ROWS = 64  # of a dense product: beyond, it is left to cuBLAS
@@ -166,7 +166,10 @@ def cases(capability: str) -> Iterator[Case]:
     from server.backends.cuda.machine_code import PROCESSOR_OF, number
 
     program_kib = PROCESSOR_OF[capability].program_bytes // KIB
-    yield from (Case(case.name, partial(launch_attention, case, program_kib=program_kib)) for case in HEAD_CASES)
+    for case in HEAD_CASES:
+        yield Case(case.name, partial(launch_attention, case, program_kib=program_kib))
+        many = partial(launch_attention, case, MANY_DECODES, 0, program_kib)
+        yield Case(f"{case.name}, many sequences", many)
     yield from product_cases()
     yield from quantised_cases(has_float8=number(capability) >= FLOAT8_SINCE)
     yield from adapted_cases()
@@ -175,19 +178,21 @@ def cases(capability: str) -> Iterator[Case]:
     yield from logit_cases()
 
 
-def launch_attention(case: HeadCase, chunk: int = CHUNK, program_kib: int | None = None) -> None:
+def launch_attention(
+    case: HeadCase, decodes: int = DECODES, chunk: int = CHUNK, program_kib: int | None = None
+) -> None:
     """A step of decodes, whose keys are split, and a chunk of a prompt."""
     import torch
 
     from server.backends.cuda.attention import PagedAttention
     from server.backends.protocol import Rotation, Scores, StepMeta
 
-    tokens, longest = DECODES + chunk, BLOCKS * BLOCK_SIZE
-    starts = [*range(DECODES + 1), *([tokens] if chunk else [])]
+    tokens, longest = decodes + chunk, BLOCKS * BLOCK_SIZE
+    starts = [*range(decodes + 1), *([tokens] if chunk else [])]
     sequences, ones = len(starts) - 1, torch.ones(tokens, dtype=torch.int64)
     tables = torch.zeros(sequences, BLOCKS, dtype=torch.int64)
     on_device = torch.tensor(starts, dtype=torch.int32)
-    meta = StepMeta(DECODES, starts, [longest] * sequences, chunk, on_device, ones, ones, ones, ones, tables)
+    meta = StepMeta(decodes, starts, [longest] * sequences, chunk, on_device, ones, ones, ones, ones, tables)
     kv = torch.zeros(2, 1, case.kv_heads, BLOCK_SIZE, case.head_dim, dtype=torch.bfloat16)
     heads = torch.zeros(tokens, case.heads + 2 * case.kv_heads, case.head_dim, dtype=torch.bfloat16)
     angles = torch.zeros(tokens, 1, case.rotated_pairs)

@@ -308,7 +308,9 @@ def _share(name: str, value: float | None) -> float:
 def _stop(given: GenerateParameters, limits: Limits) -> tuple[str, ...]:
     stop = tuple(given.stop or ())
     if len(stop) > limits.max_stop_sequences:
-        raise ValidationError(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stop)} (max_stop_sequences)")
+        raise ValidationError(
+            f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stop)} (max_stop_sequences)"
+        )
     if "" in stop:
         raise ValidationError("`stop` has an empty sequence, which would match at once: remove it")
     if (longest := max(map(len, stop), default=0)) > MOST_CHARACTERS_OF_STOP:

@@ -79,6 +79,7 @@ class StepMeta:
     ring_tables: Tensor | None = None  # [S, longest] as `block_tables`, in windowed layers' rings; None: there are none
     adapters: TokenAdapters | None = None  # which the tokens have; None: none has one
     rewind: Rewind | None = None  # what recurrent layers do beside advancing; None: nothing
+    plans: dict[Any, Tensor] = field(default_factory=dict, init=False)  # what a backend makes once for all layers
 
     @cached_property
     def slots(self) -> Tensor:

@@ -138,18 +138,19 @@ def test_gates_equal_the_operators(activation: Activation, dtype: torch.dtype) -
     check_gate(activation, dtype, GPU)
 
 
+@pytest.mark.parametrize("processors", [None, 4], ids=["alike", "by length"])
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["mha", "gqa"])
-def test_a_captured_decode_follows_its_sequences(kv_heads: int) -> None:
+def test_a_captured_decode_follows_its_sequences(kv_heads: int, processors: int | None) -> None:
     """A graph captured for some lengths attends to others when its tensors say so."""
     from server.backends.cuda.attention import PagedAttention
 
     case = Case([(200, 1), (3, 1), (120, 1)], (4, kv_heads), 128, alibi, rotation=(64, HALVES))
-    backend, rotation = PagedAttention(case.scores_on(GPU)), case.rotation_on(GPU)
+    backend, rotation = PagedAttention(case.scores_on(GPU), processors), case.rotation_on(GPU)
     kv, heads = case.inputs(torch.bfloat16, GPU)
     meta = case.meta(GPU)
 
     def step() -> Tensor:
-        return backend.self_attend(heads, kv, rotation, meta, window=0)
+        return backend.self_attend(heads, kv, rotation, replace(meta), window=0)  # whose plan is captured too
 
     step()  # compiles, and makes the slopes and the counts of programs on the device
     graph = torch.cuda.CUDAGraph()

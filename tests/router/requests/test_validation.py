@@ -55,7 +55,7 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"best_of": 3}, "`best_of` must be > 0 and <= 2. Given: 3"),
         ({"best_of": -1}, "`best_of` must be > 0 and <= 2. Given: -1"),
         ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
-        ({"temperature": 0.0}, "`temperature` must be strictly positive. Given: 0.0: leave it out for the likeliest token"),
+        ({"temperature": 0.0}, "`temperature` must be strictly positive. Given: 0.0: leave it out for"),
         ({"temperature": 1e-60}, "`temperature` must be between"),
         ({"temperature": 1e308}, "`temperature` must be between"),
         ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive. Given: -1.0"),

@@ -261,6 +261,7 @@ def store_new(
     k_divisor,
     v_divisor,
     table,
+    sequence,
     position,
     cos,
     sin,
@@ -283,7 +284,6 @@ def store_new(
 
     As they will be read; both kinds of float8 before what multiplies all keys, or values, of the layer.
     """
-    sequence = tl.program_id(0).to(tl.int64)
     features = tl.arange(0, HEAD_PAD)[None, :]
     real = features < HEAD_DIM
     source = qkv + sequence * token_stride + (HEADS + kv_head) * HEAD_DIM

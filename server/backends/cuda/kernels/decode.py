@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-untyped, import-not-found"
 """Attend one query per sequence, split over the keys (Flash-Decoding), and store its key and value on the way.
 
-A program owns one sequence, one kv head and one of the splits of the sequence's keys (`splits.py`). Where the step's
-own keys and values are given, the first split of a sequence rotates the new key, stores it with its value and takes
+A program owns one sequence, one kv head and one part of the sequence's keys (`splits.py`). Where the step's own keys
+and values are given, that of the first part rotates the new key, stores it with its value and takes
 both from its registers: what one program stores, no other reads in the same launch, so none has to wait.
 
 Heads that share a kv head are computed together by matrix products, padded to 16 rows, the least that the GPU's matrix
@@ -18,7 +18,6 @@ rotated features of a head.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from server.backends.cuda.kernels.cache import Stored
 from server.backends.cuda.kernels.common import ScoreTerms, padded
 from server.backends.cuda.kernels.decode_group import decode_group
 from server.backends.cuda.kernels.decode_head import decode_head
-from server.backends.cuda.kernels.splits import Processors, choose_splits, combined_at_once
+from server.backends.cuda.kernels.splits import Processors, combined_at_once, divide
 from server.backends.protocol import Rotation, StepMeta
 from server.quantisation.kv import AS_COMPUTED, KvFormat
 
@@ -60,7 +59,7 @@ def decode(
     """
     stored = Stored.of(kv, format)
     kv_heads, head_dim = stored.kv_heads, out.shape[2]
-    sequences, heads, group = meta.num_decodes, out.shape[1], out.shape[1] // kv_heads
+    heads, group = out.shape[1], out.shape[1] // kv_heads
     is_new = qkv.shape[1] > heads
     assert qkv.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
     assert qkv.shape[1] == heads + 2 * kv_heads * is_new
@@ -70,15 +69,11 @@ def decode(
     tile = tile if group == 1 else max(tile, MIN_GROUP_ROWS)  # no fewer keys fill the matrix units either
     programs = kv_heads * triton.cdiv(group, rows)
     longest = meta.block_tables.shape[1] * stored.block_size
-    splits = choose_splits(sequences * programs, processors.count, triton.cdiv(longest, tile), rows)
-    parts = log_sums = None
-    if splits > 1:
-        assert sequences * programs <= len(processors.arrivals)
-        parts = torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=qkv.device)
-        log_sums = torch.empty(sequences, heads, splits, dtype=torch.float32, device=qkv.device)
+    tiles = triton.cdiv(longest, tile)
+    division = divide(meta, processors, heads, head_dim, programs=programs, tiles=tiles, rows=rows)
     members = min(triton.next_power_of_2(group), rows)
     kernel, options = (decode_head, {}) if group == 1 else (decode_group, {"GROUP": group, "ROWS": rows})
-    kernel[(sequences, programs, splits)](
+    kernel[division.grid](
         qkv,
         stored.keys,
         stored.values,
@@ -86,9 +81,10 @@ def decode(
         stored.value_scales,
         *format.scales,
         out,
-        parts,
-        log_sums,
-        None if parts is None else processors.arrivals,
+        division.parts,
+        division.log_sums,
+        division.arrivals,
+        division.plan,
         meta.positions,
         meta.visible,
         meta.block_tables,

@@ -12,7 +12,7 @@ import triton.language as tl
 from server.backends.cuda.kernels.cache import INT8, PLAIN, code_offsets, load_scales, numbers, scale_offsets, store_new
 from server.backends.cuda.kernels.common import LOWEST, finish_scores, load_blocks
 from server.backends.cuda.kernels.rotate import load_rotated
-from server.backends.cuda.kernels.splits import finish_split, keys_of_split
+from server.backends.cuda.kernels.splits import finish_part, keys_of_part, part_of_program
 
 
 # Positions of one sequence are less aligned than those of several.
@@ -29,6 +29,7 @@ def decode_group(
     parts,
     log_sums,
     arrivals,
+    plan,
     positions,
     visible,
     tables,
@@ -61,14 +62,16 @@ def decode_group(
     CHUNK: tl.constexpr,
 ):
     """One split of ROWS heads that share a kv head. Of the programs of one kv head, the first stores."""
-    sequence = tl.program_id(0).to(tl.int64)
+    sequence, split, splits, first_part, meeting = part_of_program(plan)
+    if sequence < 0:
+        return
     kv_head, part = tl.program_id(1) // tl.cdiv(GROUP, ROWS), tl.program_id(1) % tl.cdiv(GROUP, ROWS)
     members = part * ROWS + tl.arange(0, ROWS)[:, None]
     heads = kv_head * GROUP + tl.minimum(members, GROUP - 1)
     position = tl.load(positions + sequence).to(tl.int32)
     reach = tl.load(visible + sequence).to(tl.int32)
     stored = tl.maximum(reach - 1, 0) if IS_NEW else reach
-    first, last, used = keys_of_split(position, stored, WINDOW, CHUNK, TILE)
+    first, last, used = keys_of_part(position, stored, split, splits, WINDOW, CHUNK, TILE)
     table = tables + sequence * table_stride
     keys = first + tl.arange(0, TILE)
     blocks = load_blocks(table, keys, keys < last, BLOCK_SIZE)
@@ -80,7 +83,7 @@ def decode_group(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     if IS_NEW:
-        is_taken = (tl.program_id(2) == 0) & (reach > 0)
+        is_taken = (split == 0) & (reach > 0)
         new_k, new_v = store_new(
             qkv,
             k_cache,
@@ -90,6 +93,7 @@ def decode_group(
             k_divisor,
             v_divisor,
             table,
+            sequence,
             position,
             cos,
             sin,
@@ -143,12 +147,16 @@ def decode_group(
         best = new_best
     if KIND != PLAIN:
         acc *= v_divisor
-    finish_split(
+    finish_part(
         out,
         parts,
         log_sums,
         arrivals,
         sinks,
+        sequence,
+        split,
+        first_part,
+        meeting,
         kv_head * GROUP + part * ROWS,
         tl.minimum(kv_head * GROUP + (part + 1) * ROWS, (kv_head + 1) * GROUP),
         acc,

@@ -20,7 +20,7 @@ from server.backends.cuda.kernels.cache import (
     store_new,
 )
 from server.backends.cuda.kernels.common import LOWEST, finish_scores, load_blocks
-from server.backends.cuda.kernels.splits import finish_split, keys_of_split
+from server.backends.cuda.kernels.splits import finish_part, keys_of_part, part_of_program
 
 
 # Positions of one sequence are less aligned than those of several.
@@ -37,6 +37,7 @@ def decode_head(
     parts,
     log_sums,
     arrivals,
+    plan,
     positions,
     visible,
     tables,
@@ -67,11 +68,14 @@ def decode_head(
     CHUNK: tl.constexpr,
 ):
     """One split of one head that has its kv head for itself; every row of the tile has its own running softmax."""
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence, split, splits, first_part, meeting = part_of_program(plan)
+    if sequence < 0:
+        return
+    head = tl.program_id(1)
     position = tl.load(positions + sequence).to(tl.int32)
     reach = tl.load(visible + sequence).to(tl.int32)
     stored = tl.maximum(reach - 1, 0) if IS_NEW else reach
-    first, last, used = keys_of_split(position, stored, WINDOW, CHUNK, TILE)
+    first, last, used = keys_of_part(position, stored, split, splits, WINDOW, CHUNK, TILE)
     table = tables + sequence * table_stride
     keys = first + tl.arange(0, TILE)
     blocks = load_blocks(table, keys, keys < last, BLOCK_SIZE)
@@ -83,7 +87,7 @@ def decode_head(
     total = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, HEAD_PAD], tl.float32)
     if IS_NEW:
-        is_taken = (tl.program_id(2) == 0) & (reach > 0)
+        is_taken = (split == 0) & (reach > 0)
         new_k, new_v = store_new(
             qkv,
             k_cache,
@@ -93,6 +97,7 @@ def decode_head(
             k_divisor,
             v_divisor,
             table,
+            sequence,
             position,
             cos,
             sin,
@@ -148,12 +153,16 @@ def decode_head(
     total_of_all = tl.sum(total * share, axis=0, keep_dims=True)
     if KIND != PLAIN:
         acc_of_all *= v_divisor
-    finish_split(
+    finish_part(
         out,
         parts,
         log_sums,
         arrivals,
         sinks,
+        sequence,
+        split,
+        first_part,
+        meeting,
         head,
         head + 1,
         acc_of_all,

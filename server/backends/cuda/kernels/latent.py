@@ -33,10 +33,11 @@ from server.backends.cuda.kernels.common import LOG2_E, LOWEST, load_blocks, pad
 from server.backends.cuda.kernels.rotate import TILE_ELEMENTS, load_rotated, rotate_heads
 from server.backends.cuda.kernels.splits import (
     Processors,
-    choose_splits,
     combined_at_once,
-    finish_split,
-    keys_of_split,
+    divide,
+    finish_part,
+    keys_of_part,
+    part_of_program,
 )
 from server.backends.protocol import Rotation, Scores, StepMeta
 from server.quantisation.kv import AS_COMPUTED, Int8, KvFormat
@@ -132,25 +133,23 @@ def _decode(
     q: Tensor, kv: Tensor, out: Tensor, meta: StepMeta, scores: Scores, processors: Processors, format: KvFormat
 ) -> None:
     """The first `meta.num_decodes` rows."""
-    sequences, heads, tiles = meta.num_decodes, q.shape[1], DECODES[q.element_size()]
+    heads, tiles = q.shape[1], DECODES[q.element_size()]
     rows = tiles.rows(heads)
     programs = triton.cdiv(heads, rows)
     longest = meta.block_tables.shape[1] * kv.shape[3]
-    splits = choose_splits(sequences * programs, processors.count, triton.cdiv(longest, tiles.keys), rows)
-    parts = log_sums = None
-    if splits > 1:
-        assert sequences * programs <= len(processors.arrivals)
-        parts = torch.empty(sequences, heads, splits, scores.rank, dtype=torch.float32, device=q.device)
-        log_sums = torch.empty(sequences, heads, splits, dtype=torch.float32, device=q.device)
+    division = divide(
+        meta, processors, heads, scores.rank, programs=programs, tiles=triton.cdiv(longest, tiles.keys), rows=rows
+    )
     members = min(triton.next_power_of_2(heads), rows)
-    _decode_rows[(sequences, programs, splits)](
+    _decode_rows[division.grid](
         q,
         *_cache(kv, format),
         format.scales[0],
         out,
-        parts,
-        log_sums,
-        None if parts is None else processors.arrivals,
+        division.parts,
+        division.log_sums,
+        division.arrivals,
+        division.plan,
         meta.visible,
         meta.block_tables,
         q.stride(0),
@@ -336,6 +335,7 @@ def _decode_rows(
     parts,
     log_sums,
     arrivals,
+    plan,
     visible,
     tables,
     q_stride,
@@ -355,12 +355,15 @@ def _decode_rows(
     KIND: tl.constexpr,
 ):
     """ROWS heads of one sequence, one split of its keys."""
-    sequence, first_head = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS
+    sequence, split, splits, first_part, meeting = part_of_program(plan)
+    if sequence < 0:
+        return
+    first_head = tl.program_id(1) * ROWS
     heads = first_head + tl.arange(0, ROWS)[:, None]
     source = q + sequence * q_stride + heads * WIDTH
     queries, turned = _load_queries(source, heads < HEADS, WIDTH, RANK, RANK_PAD, REST_PAD)
     seen = tl.load(visible + sequence).to(tl.int32)
-    first, last, used = keys_of_split(seen - 1, seen, 0, 0, KEYS)
+    first, last, used = keys_of_part(seen - 1, seen, split, splits, 0, 0, KEYS)
     acc, best, total = _walk(
         queries,
         turned,
@@ -383,12 +386,16 @@ def _decode_rows(
         KIND,
     )
     end = tl.minimum(first_head + ROWS, HEADS)
-    finish_split(
+    finish_part(
         out,
         parts,
         log_sums,
         arrivals,
         None,
+        sequence,
+        split,
+        first_part,
+        meeting,
         first_head,
         end,
         acc,

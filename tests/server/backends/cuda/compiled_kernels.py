@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmark.commands.kernels import HEAD_CASES, HeadCase, launch_attention
+from benchmark.commands.kernels import HEAD_CASES, MANY_DECODES, HeadCase, launch_attention
 from server.arch.recurrences import GatedDelta, Mamba2, ShortConv
 from server.arch.spec import Activation, Scoring
 from server.backends.cuda.attention import PagedAttention
@@ -78,6 +78,10 @@ def test_decodes_are_one_launch_though_their_keys_are_split(model: str, found: l
     launch_attention(case := BY_MODEL[model], chunk=0)
     (code,) = found
     check_decode(case, code)
+    launch_attention(case, MANY_DECODES, chunk=0)
+    _, plan, planned = found
+    assert plan.kernel == "_plan"
+    check_decode(case, planned)
 
 
 def decode_kernel(case: HeadCase) -> str:
@@ -132,7 +136,8 @@ def test_every_term_of_the_scores_compiles(case: Case, found: list[MachineCode])
     kv, heads = case.inputs(torch.bfloat16, CPU)
     backend = PagedAttention(case.scores_on(CPU), case.processors)
     backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
-    assert (3 if case.meta(CPU).longest else 1) == len(found)
+    is_planned = found[0].kernel == "_plan"
+    assert (3 if case.meta(CPU).longest else 1) == len(found) - is_planned
 
 
 @pytest.mark.parametrize("kv_heads", in_suite([12], [2]))
@@ -140,7 +145,7 @@ def test_attention_to_what_is_stored_compiles(kv_heads: int, found: list[Machine
     case = Case(RAGGED, (12, kv_heads), 64, learned, processors=MANY_SPLITS)
     kv, heads = case.inputs(torch.bfloat16, CPU)
     PagedAttention(case.scores_on(CPU), case.processors).attend(split_heads(heads, kv_heads)[0], kv, case.meta(CPU), 0)
-    assert ["decode_head" if kv_heads == 12 else "decode_group"] == [code.kernel for code in found]
+    assert ["_plan", "decode_head" if kv_heads == 12 else "decode_group"] == [code.kernel for code in found]
 
 
 def test_float32_attention_compiles_to_exact_products(found: list[MachineCode]) -> None:
@@ -148,7 +153,7 @@ def test_float32_attention_compiles_to_exact_products(found: list[MachineCode]) 
     kv, heads = case.inputs(torch.float32, CPU)
     backend = PagedAttention(case.scores_on(CPU), case.processors)
     backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
-    assert {"decode_group", "_rotate_and_store", "_prefill"} == {code.kernel for code in found}
+    assert {"_plan", "decode_group", "_rotate_and_store", "_prefill"} == {code.kernel for code in found}
     assert not any(code.instructions[name] for code in found for name in MATRIX)
 
 
@@ -162,7 +167,7 @@ def test_attention_over_a_cache_of_codes_compiles(kv_heads: int, name: str, foun
     kv = torch.zeros(2, BLOCKS, kv_heads, BLOCK_SIZE, format.width(64), dtype=torch.uint8)
     backend = PagedAttention(case.scores_on(CPU), case.processors, cache=format)
     backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
-    decode, *others = found
+    _, decode, *others = found
     assert (kv_heads == 4) == any(decode.instructions[name] for name in MATRIX), decode
     assert decode.programs_per_processor >= LEAST_PROGRAMS[decode.kernel], decode
     assert ["_rotate_heads", "_store", "_prefill"] == [code.kernel for code in others]
@@ -179,8 +184,8 @@ def test_attention_over_rows_that_are_keys_and_values_compiles(
     case = LatentCase([*RAGGED, (60, 20)], heads, 512, 64, MANY_SPLITS, format)
     meta, kv, rows, rotation = case.inputs(torch.bfloat16, CPU)
     PagedAttention(Scores(0.1, rank=512), case.processors, cache=format).self_attend(rows, kv, rotation, meta, 0)
-    _, decode, prefill = found
-    assert ["_store_rows", "_decode_rows", "_prefill_rows"] == [code.kernel for code in found]
+    _, _, decode, prefill = found
+    assert ["_store_rows", "_plan", "_decode_rows", "_prefill_rows"] == [code.kernel for code in found]
     for code in (decode, prefill):
         assert any(code.instructions[name] for name in MATRIX) and code.programs_per_processor >= 1, code
         assert code.local_bytes == 0, code
@@ -195,7 +200,7 @@ def test_attention_fits_into_the_shared_memory_of_small_gpus(capability: str, wi
     with compiled_for(capability) as codes:
         backend = PagedAttention(case.scores_on(CPU), case.processors, LEAST_PROGRAM_KIB)
         backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
-    assert ["decode_group", "_rotate_and_store", "_prefill"] == [code.kernel for code in codes]
+    assert ["_plan", "decode_group", "_rotate_and_store", "_prefill"] == [code.kernel for code in codes]
     assert all(code.fits for code in codes), codes
 
 

@@ -5,6 +5,7 @@ bfloat16 is left out: the interpreter computes on its bit patterns.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.server.backends.cuda.kernel_cases import (
 from tests.server.backends.recurrence_cases import CASES as RECURRENCES
 from tests.server.backends.recurrence_cases import Case as RecurrenceCase
 from tests.server.backends.recurrence_cases import Rule, check_cuts, check_steps, meta_of
+from tests.server.backends.test_attention import step_of
 
 __all__ = ["inside", "quick_calls"]
 
@@ -56,6 +58,11 @@ IN_SUITE = [
     "decode, shared kv heads, rotated pairs",
     "decode, and with them split",
     "decode, shared kv heads of 512 in chunks, split",
+    "decode, split alike",
+    "decode, shared kv heads, split alike",
+    "decode, one sequence",
+    "decode, many, split as they are long",
+    "decode, shared kv heads, many, split as they are long",
     "a prompt behind a cached prefix",
     "a chunk in chunks",
     "a chunk with heads of 256",
@@ -150,23 +157,60 @@ def test_a_row_without_a_sequence_is_harmless(heads: int, kv_heads: int) -> None
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
-    from server.backends.cuda.kernels.splits import choose_splits
+    from server.backends.cuda.kernels.splits import choose_splits, processors_of
 
-    assert 16 == choose_splits(programs=32, processors=132, tiles=1000)  # one sequence of 32 heads
-    assert 1 == choose_splits(programs=32 * 32, processors=132, tiles=1000)
-    assert 4 == choose_splits(programs=8, processors=132, tiles=7)  # a short sequence has no more to split
-    assert 64 == choose_splits(programs=1, processors=132, tiles=1000)
-    assert 16 == choose_splits(programs=1, processors=132, tiles=1000, rows=64)  # one program combines 1024 rows
-    assert 1 == choose_splits(programs=10000, processors=132, tiles=0)
+    processors = processors_of(CPU, 132, None)
+    assert 16 == choose_splits(32, processors, tiles=1000)  # one sequence of 32 heads
+    assert 1 == choose_splits(32 * 32, processors, tiles=1000)
+    assert 4 == choose_splits(8, processors, tiles=7)  # a short sequence has no more to split
+    assert 64 == choose_splits(1, processors, tiles=1000)
+    assert 16 == choose_splits(1, processors, tiles=1000, rows=64)  # one program combines 1024 rows
+    assert 1 == choose_splits(10000, processors, tiles=0)
 
 
 @pytest.mark.parametrize("processors", [1, 3, 132])
 def test_every_program_of_a_split_sequence_has_a_place_to_arrive(processors: int) -> None:
     from server.backends.cuda.kernels.splits import choose_splits, processors_of
 
-    places = len(processors_of(CPU, processors, None).arrivals)
-    assert 1 == choose_splits(places + 1, processors, tiles=1000)
-    assert any(choose_splits(programs, processors, tiles=1000) > 1 for programs in range(1, places + 1))
+    made = processors_of(CPU, processors, None)
+    places = len(made.arrivals)
+    assert 1 == choose_splits(places + 1, made, tiles=1000)
+    assert any(choose_splits(programs, made, tiles=1000) > 1 for programs in range(1, places + 1))
+
+
+# Keys of each sequence, programs of one that is not split, and into how many parts they are split on an H100.
+LENGTHS = {
+    "one of 32,000 among short ones": ([500] * 31 + [32_000], 8, [1] * 31 + [34]),
+    "all as long": ([1000] * 32, 32, [1] * 32),
+    "few, all as long": ([1000] * 4, 32, [4] * 4),
+    "a longest one that has the most parts": ([1] * 99 + [1_000_000], 1, [1] * 99 + [64]),
+    "rows that nobody fills": ([0, 9000, 0, 0], 32, [1, 12, 1, 1]),
+    "more programs than are wanted": ([64 * n for n in range(1, 301)], 600, [1] * 300),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_sequences_of_many_are_split_by_their_lengths(case: str) -> None:
+    from server.backends.cuda.kernels.splits import divide, processors_of
+
+    lengths, programs, expected = LENGTHS[case]
+    meta = replace(step_of([(1, 1)] * len(lengths), 512, seed=3), visible=torch.tensor(lengths))
+    processors = processors_of(CPU, 132, None)
+    division = divide(meta, processors, 4, 16, programs=programs, tiles=1000, rows=4)
+    assert division.plan is not None and division.parts is not None
+    assert division.grid == (division.plan.shape[1], programs, 1)
+    assert division.parts.shape == (division.plan.shape[1], 4, 16)
+    planned = [tuple(column) for column in division.plan.T.tolist()]
+    owned = [[row for row in planned if row[0] == sequence] for sequence in range(len(lengths))]
+    assert expected == [len(rows) for rows in owned]
+    assert sum(expected) == sum(row[0] >= 0 for row in planned)
+    for rows in owned:
+        assert [(part, len(rows)) for part in range(len(rows))] == [row[1:3] for row in rows]
+        assert {planned.index(rows[0])} == {row[3] for row in rows}
+    meetings = [{row[4] for row in rows} for rows in owned if len(rows) > 1]
+    assert [{number} for number in range(len(meetings))] == meetings
+    assert len(meetings) * programs <= len(processors.arrivals)
+    assert division.plan is divide(meta, processors, 4, 16, programs=programs, tiles=9, rows=4).plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 KERNELS = pytest.mark.kernels
 BLOCKS = 64
-ONE_SPLIT, MANY_SPLITS = 1, 4  # multiprocessors to fill: with one, four programs are enough, and nothing is split
+# Multiprocessors to fill: with one, four programs are enough, and nothing is split; with MANY, sequences are as their
+# lengths are; with MOST, all alike.
+ONE_SPLIT, MANY_SPLITS, MOST_SPLITS = 1, 4, 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class LatentCase:
 LATENT_CASES = {
     "decode": LatentCase([(1, 1), (16, 1), (17, 1), (120, 1)], 16, 64, 16),
     "decode, split, few heads": LatentCase([(17, 1), (120, 1)], 4, 80, 24, processors=4),
+    "decode, split alike": LatentCase([(17, 1), (120, 1)], 4, 64, 16, processors=16),
+    "decode, many, split as they are long": LatentCase(
+        [(150, 1), (1, 1), (17, 1), (100, 1), (3, 1)], 20, 64, 16, processors=4
+    ),
     "decode, split, int8": LatentCase([(17, 1), (120, 1)], 20, 64, 16, 4, Int8()),
     "decodes and chunks": LatentCase([(40, 1), (60, 20), (31, 31)], 8, 64, 16),
     "decodes and chunks, int8": LatentCase([(40, 1), (60, 20)], 4, 64, 16, format=Int8()),
@@ -174,6 +180,15 @@ CASES = {
     "decode, split": Case(LONG, (2, 2), 128, alibi, processors=MANY_SPLITS),
     "decode, split, heads of 80 in a window": Case(LONG, (2, 2), 80, all_terms, 50, MANY_SPLITS),
     "decode, split, heads of 96 rotated in part": Case(LONG, (2, 2), 96, rotation=(20, HALVES), processors=MANY_SPLITS),
+    "decode, split alike": Case(LONG, (2, 2), 64, all_terms, 50, MOST_SPLITS, rotation=(32, HALVES)),
+    "decode, shared kv heads, split alike": Case(LONG, (6, 2), 96, all_terms, 0, MOST_SPLITS),
+    "decode, one sequence": Case([(40, 1)], (4, 4), 64, alibi),
+    "decode, many, split as they are long": Case(
+        [(150, 1), *RAGGED, (90, 1), (3, 1)], (2, 2), 64, alibi, 0, MANY_SPLITS, rotation=(32, HALVES)
+    ),
+    "decode, shared kv heads, many, split as they are long": Case(
+        [(150, 1), *RAGGED, (90, 1), (3, 1)], (8, 2), 64, sinking, 100, MANY_SPLITS, rotation=(32, HALVES)
+    ),
     "decode, heads of 256": Case(RAGGED, (2, 2), 256, capped, rotation=(128, HALVES)),
     "decode, learned bias": Case(RAGGED, (2, 2), 64, learned),
     "decode, sinks": Case(RAGGED, (2, 2), 64, sinking),

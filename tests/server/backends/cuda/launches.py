@@ -42,6 +42,8 @@ PROCESSORS = 132  # multiprocessors of an H200
 CACHE_TOKENS, TOTAL_TOKENS = 65536, 2048  # of the KV cache, and of the longest sequence
 # Operators that take memory and write nothing into it, or name it anew.
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+# What the first layer launches for all.
+ONCE = {"_plan"}
 # Operators of which torch launches more than one kernel (aten/src/ATen/native/ReduceOps.cpp and native/cuda/).
 COMPOSED: dict[str, Sequence[str]] = {
     "logsumexp": ("amax", "abs", "eq", "masked_fill", "sub", "exp", "sum", "log", "add"),
@@ -107,7 +109,8 @@ class Recorder(TorchDispatchMode):
 
     def note(self, name: str) -> None:
         """Count what `name` launches."""
-        (self.launches.layers if self.is_in_layer else self.launches.beside).update(COMPOSED.get(name, (name,)))
+        is_of_layer = self.is_in_layer and name not in ONCE
+        (self.launches.layers if is_of_layer else self.launches.beside).update(COMPOSED.get(name, (name,)))
 
     def note_collective(self, shard: Shard) -> None:
         """Count a collective, if there is anybody to speak to."""

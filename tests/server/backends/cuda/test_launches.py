@@ -27,37 +27,37 @@ Counted = dict[tuple[str, int, int], "Launches"]  # by model, ranks and batch si
 BUDGET = """
 model           ranks batch  layer beside    all  collectives
 bloomz-7b1-mt       1     1      7     12    222            0
-bloomz-7b1-mt       1    32      7     12    222            0
+bloomz-7b1-mt       1    32      7     13    223            0
 bloomz-7b1-mt       2     1      7     38    248           62
-bloomz-7b1-mt       2    32      7     38    248           62
+bloomz-7b1-mt       2    32      7     39    249           62
 llama-3-8b          1     1      7     18    242            0
-llama-3-8b          1    32      8     18    274            0
+llama-3-8b          1    32      8     19    275            0
 llama-3-8b          2     1      7     44    268           66
-llama-3-8b          2    32      8     44    300           66
+llama-3-8b          2    32      8     45    301           66
 mixtral-8x7b        1     1     12     18    402            0
-mixtral-8x7b        1    32     12     18    402            0
+mixtral-8x7b        1    32     12     19    403            0
 mixtral-8x7b        2     1     12     44    428           66
-mixtral-8x7b        2    32     12     44    428           66
+mixtral-8x7b        2    32     12     45    429           66
 chatglm3-6b         1     1      7     18    214            0
 chatglm3-6b         1    32      8     18    242            0
 chatglm3-6b         2     1      7     44    240           58
 chatglm3-6b         2    32      8     44    268           58
 flan-t5-xl          1     1     11     12    276            0
-flan-t5-xl          1    32     12     13    301            0
+flan-t5-xl          1    32     12     15    303            0
 flan-t5-xl          2     1     11     38    302           74
-flan-t5-xl          2    32     12     39    327           74
+flan-t5-xl          2    32     12     41    329           74
 qwen3-8b            1     1      8     18    306            0
-qwen3-8b            1    32      9     18    342            0
+qwen3-8b            1    32      9     19    343            0
 qwen3-8b            2     1      8     44    332           74
-qwen3-8b            2    32      9     44    368           74
+qwen3-8b            2    32      9     45    369           74
 gemma-2-9b          1     1      7     22    316            0
-gemma-2-9b          1    32      8     23    359            0
+gemma-2-9b          1    32      8     24    360            0
 gemma-2-9b          2     1      7     48    342           86
-gemma-2-9b          2    32      8     49    385           86
+gemma-2-9b          2    32      8     50    386           86
 pythia-6.9b         1     1      7     18    242            0
-pythia-6.9b         1    32      8     18    274            0
+pythia-6.9b         1    32      8     19    275            0
 pythia-6.9b         2     1      7     44    268           34
-pythia-6.9b         2    32      9     44    332           34
+pythia-6.9b         2    32      9     45    333           34
 """
 
 # What one layer launches where one rank decodes one sequence.
