@@ -74,9 +74,10 @@ class RouterProcess:
             self._timers.set("watchdog", TICK_S, self._look)
 
     def leave(self) -> None:
-        """Let it finish its requests and end."""
+        """Let it finish its requests and end. A router that leaves already has its time anew."""
         assert self.child is not None, "it is there"
-        self.child.signal(signal.SIGTERM)
+        if "drain" not in self._timers:  # a second SIGTERM would abort it
+            self.child.signal(signal.SIGTERM)
         late = f"it had not finished its requests after {self._drain_seconds:g} s and was killed"
         self._timers.set("drain", self._patience, lambda: self._kill(late))
 

@@ -356,8 +356,9 @@ class Supervisor:
     def _stop(self, number: int) -> None:
         """Act on the first signal: end at once while nothing can be running yet, else let the router drain."""
         name = signal.Signals(number).name
-        if self._phase is Phase.STARTING or self._router.child is None:
-            self._log.info(f"{name}: stopping before the model is ready")
+        is_ready = self._router.child is not None and "router" not in self._timers  # it may have been started again
+        if self._phase is Phase.STARTING or not is_ready:
+            self._log.info(f"{name}: stopping before the server is ready")
             self._stop_all(2.0)
             return
         self._phase = Phase.DRAINING

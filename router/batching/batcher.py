@@ -150,6 +150,8 @@ class Batcher:
 
     def check_room(self, requests: Sequence[ValidRequest], owner: str, weight: float) -> None:
         """Raises Overloaded if the samples of one request would make the queue longer than `max_queue_tokens`."""
+        if self.outage is not None:
+            self._forget_gone()
         most, tokens = self.limits.max_queue_tokens, sum(request.size().tokens for request in requests)
         if most is not None and not self._scheduler.ledger.has_room(tokens, most, owner, weight):
             seconds = self._drain_rate.seconds_for_tokens(tokens)
@@ -287,8 +289,7 @@ class Batcher:
 
     def _plan(self) -> StepPlan[Entry] | None:
         """The next step, or None when there is nothing to send."""
-        for entry in self._scheduler.forget_cancelled():
-            self._drop(entry)
+        self._forget_gone()
         plan = self._scheduler.plan()
         if plan is not None:
             for entry in plan.retired:
@@ -303,6 +304,11 @@ class Batcher:
                     entry.num_cached = plan.cached(entry)
             self._report(plan)
         return plan
+
+    def _forget_gone(self) -> None:
+        """Take those out of the queue that nobody waits for: while there are no shards, no plan does."""
+        for entry in self._scheduler.forget_cancelled():
+            self._drop(entry)
 
     def _renumber(self, id: int, entry: Entry) -> None:
         """The sequence `id` has left the shards before its end, and waits again as `entry`."""
@@ -369,7 +375,9 @@ class Batcher:
             self._metrics.guessed(step.plan.num_guesses, num_right)
         if step.plan.proposals:
             self._metrics.proposed(len(reply.proposal_tokens), propose_seconds)
-        self._metrics.delivered(step.method, received_at - step.sent_at, forward_seconds, self._clock() - received_at)
+        if step.plan.chunks or step.plan.num_decoding:  # others only say who leaves
+            delivery = self._clock() - received_at
+            self._metrics.delivered(step.method, received_at - step.sent_at, forward_seconds, delivery)
 
     def _go_on(self, entry: Entry, token_ids: Sequence[int], proposal: Proposal | None) -> None:
         """Find out what may come behind tokens that were delivered, and guess what will; a model proposes this."""

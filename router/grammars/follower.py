@@ -164,7 +164,7 @@ class Follower:
             try:
                 await self._live()
             except Exception as error:  # all texts depend on this loop: another process is tried
-                logger.exception("the grammar process could not be started, or sent an unexpected reply")
+                logger.exception("the grammar process could not be started, or a reply of it not be used")
                 self._is_ready = False
                 self._fail_texts(is_from_outside=isinstance(error, OSError))
             if not self._is_ready:
@@ -172,6 +172,7 @@ class Follower:
 
     async def _live(self) -> None:
         """Run one process from its start to its end."""
+        self._is_hung = False
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "router.grammars", str(pool.NICENESS), str(self._memory_mb)),
             *(str(self._seconds), self._matchers),
@@ -203,18 +204,16 @@ class Follower:
             self._order(text.begin_order())
         watching = asyncio.ensure_future(self._watch(process))
         try:
-            while line := await process.stdout.readline():
+            while (answer := await _next_answer(process.stdout)) is not None:
                 self._heard_at = asyncio.get_running_loop().time()
-                self._answer(json.loads(line))
-        except (ConnectionError, ValueError):
-            logger.exception("the grammar process sent an invalid reply")
+                self._answer(answer)
         finally:
             watching.cancel()
 
     async def _watch(self, process: Process) -> None:
         """Kill the process once it is stopped by a signal or silent for too long."""
         patience, loop = self._seconds * PATIENCE, asyncio.get_running_loop()
-        self._heard_at, self._is_hung = loop.time(), False
+        self._heard_at = loop.time()
         while True:
             await asyncio.sleep(min(LOOK_S, patience / 4))
             self._is_hung = loop.time() - self._heard_at > patience
@@ -273,6 +272,16 @@ class Follower:
         for text in drafting:
             text.draft, text.may_draft = (), text not in found
         return found
+
+
+async def _next_answer(answers: asyncio.StreamReader) -> dict[str, Any] | None:
+    """A process's next line; None where there is none, or none that can be read."""
+    try:
+        line = await answers.readline()
+        return json.loads(line) if line else None
+    except (ConnectionError, ValueError):
+        logger.exception("the grammar process sent an invalid reply")
+        return None
 
 
 def _kill(process: Process) -> None:

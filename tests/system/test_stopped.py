@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from tests.running import Server
@@ -176,3 +178,29 @@ def test_a_router_that_is_stopped_holds_up_no_end(server: Server) -> None:
     server.stop(signal.SIGTERM)
     assert 1 == server.process.wait(timeout=120)
     log_has(server, f"error: {SILENT}")
+
+
+@pytest.mark.rest
+def test_a_server_that_is_stopped_while_its_router_leaves_lets_requests_finish(server: Server) -> None:
+    url = f"{server.url}/generate_stream"
+    request = {"inputs": "a", "parameters": {"max_new_tokens": 4000, "do_sample": False}}
+    with httpx2.stream("POST", url, json=request, timeout=120) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.stop(signal.SIGUSR1)
+        log_has(server, "SIGUSR1: the router is restarted")
+        server.stop(signal.SIGTERM)
+        log_has(server, "SIGTERM: running requests may finish")
+        *_, last = (line for line in lines if line)
+    assert json.loads(last.removeprefix("data:"))["generated_text"]
+    assert 0 == server.process.wait(timeout=120)
+
+
+@pytest.mark.rest
+def test_a_server_that_is_stopped_while_its_router_loads_ends_orderly(server: Server) -> None:
+    before = server.router()
+    os.kill(before, signal.SIGKILL)
+    next_router(server, before)
+    server.stop(signal.SIGTERM)
+    assert 0 == server.process.wait(timeout=120)
+    log_has(server, "stopping before the server is ready")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.errors import GenerationError
+from router.errors import GenerationError, Overloaded
 from router.scheduling.request import Failed, Finished, PromptTokens, Token
 from tests.router.batching.test_batcher import is_clean
 from tests.router.doubles import (
@@ -47,6 +47,30 @@ async def test_a_loss_while_nothing_runs_is_noticed_and_mended() -> None:
         while at_work.shards.renewals == 100:
             await asyncio.sleep(0)
         assert tokens_alone(request_of(4, 2)) == await token_ids_of(at_work.batcher.submit(request_of(4, 2)))
+
+
+async def test_who_has_left_while_there_are_no_shards_fills_no_queue() -> None:
+    async with running(at_risk(), max_queue_tokens=100) as at_work:
+        may_go_on, renew = asyncio.Event(), at_work.shards.renew
+
+        async def late(error: Any) -> Any:
+            await may_go_on.wait()
+            return await renew(error)
+
+        at_work.shards.renew = late
+        at_work.shards.die("killed from outside")
+        at_work.batcher.wake()
+        while at_work.batcher.outage is None:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            at_work.batcher.check_room([request_of(4, 80)], "", 1.0)
+            gone = at_work.batcher.submit(request_of(4, 80))
+            gone.cancelled = True
+        with pytest.raises(Overloaded, match="max_queue_tokens"):
+            waits = at_work.batcher.submit(request_of(4, 80))
+            at_work.batcher.check_room([request_of(4, 80)], "", 1.0)
+        may_go_on.set()
+        assert tokens_alone(request_of(4, 80)) == await token_ids_of(waits)
 
 
 async def test_what_an_encoder_read_is_read_again_and_its_tokens_rebuilt() -> None:

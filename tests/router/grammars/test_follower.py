@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -287,6 +288,30 @@ async def test_what_nobody_expected_of_a_process_ends_no_text(monkeypatch: pytes
         await go_on(reader, 3)
         assert alone(3) == reader.tokens
         assert not faults and failures >= 5
+
+
+async def test_a_process_that_was_ended_for_its_silence_is_the_only_one_that_texts_are_blamed_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next is killed from outside before it is ready."""
+    monkeypatch.setattr(followers, "PAUSE_S", 0.0)
+    starts, starting = itertools.count(), Follower._starts
+    async with following() as follower:
+        asked = Reader(follower, compiled())
+        await go_on(asked, 1)
+
+        async def once_killed(pid: int, answers: asyncio.StreamReader) -> bool:
+            if next(starts) == 0:
+                os.kill(pid, signal.SIGKILL)
+            return await starting(pid, answers)
+
+        monkeypatch.setattr(follower, "_starts", once_killed)
+        monkeypatch.setattr(followers, "MOST_DEATHS", 2)
+        asked.advance()
+        follower._is_hung = True
+        followers._kill(follower._process)
+        assert isinstance(await asyncio.wait_for(asked.answers.get(), 60), Continuation)
+        assert next(starts) > 1
 
 
 async def test_nobody_waits_for_ever_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,17 @@ async def test_tokens_of_prompts_are_either_found_or_computed() -> None:
         assert asked - 2 * 32 == series["tgi_batch_prefill_tokens"]
 
 
+async def test_steps_that_only_say_who_leaves_are_none_of_decoding() -> None:
+    async with site() as it:
+        for new_tokens in (1, 3):
+            await it.post("/generate", max_new_tokens=new_tokens)
+        await it.all_free()
+        series = series_in((await it.http.get("/metrics")).text)
+        assert 2 == series['tgi_batch_inference_count{method="prefill"}']
+        assert 2 == series['tgi_batch_inference_count{method="decode"}']
+        assert 2 == series['tgi_batch_forward_duration_count{method="decode"}']
+
+
 async def test_gauges_are_true_between_steps_and_while_none_is_planned() -> None:
     limits = make_limits(max_batch_size=1)
     async with site(fake_shards(limits, step_delay_s=3600), max_batch_size=1) as it:
