@@ -115,7 +115,7 @@ class GeneratedText:
 
     def _push_filtered(self, token_id: int, stops: StopFilter) -> tuple[str, FinishReason | None]:
         """As `push`, but no stop sequence and no special token is shown, and a stop counts more than a length."""
-        is_special = token_id in self._tokenizer.special_ids
+        is_special = token_id in self._tokenizer.special_ids or self._is_end(token_id)
         piece = self._tokenizer.token_text(token_id) if is_special else self._detokeniser.push(token_id)
         if is_special and token_id in self._ends.shown_ids:
             piece, is_special = self._detokeniser.flush() + piece, False
@@ -132,6 +132,11 @@ class GeneratedText:
             shown += more if has_stopped else more + stops.flush()
         self._pieces.append(shown)
         return shown, reason
+
+    def _is_end(self, token_id: int) -> bool:
+        """Whether a token ends the text as one of the model's end tokens, which need not be special."""
+        is_counted = self.num_tokens >= self._ends.min_tokens or self._ends.has_grammar
+        return is_counted and not self._ends.ignores_eos and token_id in self._tokenizer.eos_ids
 
     def _reason(self, token_id: int, has_stopped: bool) -> FinishReason | None:
         """On TGI's routes a length counts most, elsewhere an end token: with it a text is complete."""

@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 END_TOKENS = 16  # enough for any mark with blanks behind it, in letters if need be
 MOST_IDS = 2**31
+NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
+STRIPPING = ("lstrip", "rstrip", "single_word")  # flags of a special token
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 LONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece names a token that stands for one byte
 # A character has at most 4 bytes, so 8 tokens that end inside one are bytes that will never be text.
@@ -75,15 +77,23 @@ class ModelTokenizer:
                 f"{path} is not a tokenizer that can be used: its vocabulary, or another part of it, is broken; "
                 "download or convert it again"
             ) from None
-        return cls.of(tokenizer, _eos_ids(tokenizer, Path(model_path), tokenizer_config))
+        declared = _declared_special(read_json(tokenizer_config), read_json(folder / "special_tokens_map.json"))
+        return cls.of(tokenizer, _eos_ids(tokenizer, Path(model_path), tokenizer_config), declared)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> ModelTokenizer:
-        """From a tokenizer at hand. Takes it over: a length limit or padding saved with it is switched off."""
+    def of(cls, tokenizer: Tokenizer, eos_ids: frozenset[int], declared: Sequence[AddedToken] = ()) -> ModelTokenizer:
+        """From a tokenizer at hand. Takes it over: a length limit or padding saved with it is switched off.
+
+        declared: tokens that are special whatever the tokenizer says of them, if it has them.
+        """
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-        return cls(tokenizer, special, eos_ids)
+        special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        ids = {token.content: tokenizer.token_to_id(token.content) for token in declared}
+        if added := [token for token in declared if ids[token.content] not in (None, *special)]:
+            tokenizer.add_special_tokens(added)
+            special.update(id for token in added if (id := ids[token.content]) is not None)
+        return cls(tokenizer, frozenset(special), eos_ids)
 
     @cached_property
     def lone_pieces(self) -> LonePieces:
@@ -178,6 +188,27 @@ def named_eos_ids(model_folder: Path) -> set[int]:
             )
         ids.update(given)
     return ids
+
+
+def _declared_special(*configs: Mapping[str, Any]) -> list[AddedToken]:
+    """The tokens that the companions of tokenizer.json call special, as transformers takes their word for it.
+
+    A token for padding, which no text has, may be any word that a text needs: it is not taken for its name alone.
+    """
+    found: dict[str, AddedToken] = {}
+    for config in configs:
+        marked = config.get("added_tokens_decoder")
+        tokens = [token for token in marked.values() if _is_marked(token)] if isinstance(marked, dict) else []
+        for token in [*tokens, *(config.get(name) for name in NAMED_SPECIAL)]:
+            content = token.get("content") if isinstance(token, dict) else token
+            if isinstance(content, str) and content:
+                flags = {name: token[name] for name in STRIPPING if token.get(name)} if isinstance(token, dict) else {}
+                found.setdefault(content, AddedToken(content, special=True, normalized=False, **flags))
+    return list(found.values())
+
+
+def _is_marked(token: object) -> bool:
+    return isinstance(token, dict) and token.get("special") is True
 
 
 def _eos_ids(tokenizer: Tokenizer, model_folder: Path, tokenizer_config: Path) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from router.text.generated import ENDS_OF_THE_MODEL, Detokeniser, Ends, FinishReason, GeneratedText
 from router.text.tokenizer import REPLACEMENT, LonePieces, ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer, bytes_to_characters, word_tokenizer
+from tests.running import ROOT
 
+DEMO = ROOT / "server" / "demo"
 TOKENIZER = byte_tokenizer()
 
 
@@ -336,3 +339,49 @@ def test_end_tokens_that_are_no_ids_are_refused_by_name(tmp_path: Path, name: st
 def test_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save_pretrained"):
         ModelTokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"eos_token": "</s>"},
+        {"eos_token": {"content": "</s>", "lstrip": False}},
+        {"added_tokens_decoder": {"2": {"content": "</s>", "special": True}}},
+    ],
+)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("is_added", [True, False])
+def test_what_companions_call_special_is(declared: dict[str, Any], file: str, is_added: bool, tmp_path: Path) -> None:
+    """Though tokenizer.json says nothing of it: it is one token of a prompt, and not in the text of an answer."""
+    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+    end = next(token for token in tokenizer["added_tokens"] if token["content"] == "</s>")
+    if is_added:
+        end["special"] = False
+    else:
+        tokenizer["added_tokens"].remove(end)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / file).write_text(json.dumps(declared | {"pad_token": "."}))
+    loaded = ModelTokenizer.load(str(tmp_path))
+    usual = ModelTokenizer.load(str(DEMO))
+    assert usual.special_ids == loaded.special_ids and "Hi." == loaded.decode(loaded.encode_plain("Hi.</s>"))
+    assert usual.encode("Hi.</s>\nyou") == loaded.encode("Hi.</s>\nyou")
+
+
+def test_what_companions_call_special_and_nobody_knows_is_left_out(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    odd = {"eos_token": "<nowhere>", "bos_token": 5, "added_tokens_decoder": {"9": "x", "8": {"special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(odd))
+    usual, loaded = ModelTokenizer.load(str(DEMO)), ModelTokenizer.load(str(tmp_path))
+    assert usual.special_ids == loaded.special_ids and usual.encode("<nowhere>") == loaded.encode("<nowhere>")
+
+
+def test_an_end_token_that_is_not_special_is_not_in_the_text_of_other_routes_than_tgis(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 202}))
+    tokenizer = ModelTokenizer.load(str(tmp_path))
+    ids = [*tokenizer.encode_plain("Hi."), 202]
+    for shows_stop, ignores_eos, text in ((False, False, "Hi."), (False, True, "Hi.\n"), (True, False, "Hi.\n")):
+        generated = GeneratedText(tokenizer, [5], (), len(ids), Ends(shows_stop=shows_stop, ignores_eos=ignores_eos))
+        for id in ids:
+            generated.push(id)
+        assert text == generated.text
