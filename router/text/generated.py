@@ -121,6 +121,7 @@ class GeneratedText:
             piece, is_special = self._detokeniser.flush() + piece, False
         self.piece = "" if is_special else piece
         if self.num_tokens < self._ends.min_tokens:
+            stops.pass_by(piece)
             shown, has_stopped = "" if is_special else piece, False
         else:
             shown, has_stopped = stops.push(piece, not is_special)
@@ -234,6 +235,13 @@ class StopFilter:
                 return self._release(len(self.found)), True
         return self._release(max(automaton.matched for automaton in self._automata)), False
 
+    def pass_by(self, piece: str) -> None:
+        """See text that is given out whatever it has: a stop sequence may begin in it, and none ends there."""
+        for character in piece:
+            for automaton in self._automata:
+                if automaton.push(character):
+                    automaton.forget()
+
     def flush(self) -> str:
         """What is held back: nothing more will come."""
         return self._release(0)
@@ -260,6 +268,10 @@ class _Automaton:
         if self.sequence[self.matched] == character:
             self.matched += 1
         return self.matched == len(self.sequence)
+
+    def forget(self) -> None:
+        """Go on behind a whole sequence, whose end may be the beginning of another."""
+        self.matched = self._shorter[-1]
 
 
 def _shorter_beginnings(sequence: str) -> list[int]:

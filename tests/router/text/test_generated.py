@@ -385,3 +385,33 @@ def test_an_end_token_that_is_not_special_is_not_in_the_text_of_other_routes_tha
         for id in ids:
             generated.push(id)
         assert text == generated.text
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "other_text"),
+    [
+        (4, "one", "one--"),
+        (5, "one-", "one--"),
+        (6, "one--two", "one--two--"),
+    ],
+)
+def test_a_stop_sequence_may_begin_before_the_least_number_of_tokens(
+    min_tokens: int, text: str, other_text: str
+) -> None:
+    """What of it is out by then stays. The second is TGI's."""
+    tokenizer = byte_tokenizer()
+    for shows_stop, expected in ((False, text), (True, other_text)):
+        generated = GeneratedText(tokenizer, [1], ("--",), 99, Ends(min_tokens=min_tokens, shows_stop=shows_stop))
+        ids = iter(tokenizer.encode("one--two--three"))
+        while generated.push(next(ids))[1] is None:
+            pass
+        assert expected == generated.text
+
+
+def test_sequences_that_overlap_at_the_least_number_of_tokens_are_found() -> None:
+    tokenizer = byte_tokenizer()
+    generated = GeneratedText(tokenizer, [1], ("aXa",), 99, Ends(min_tokens=4, shows_stop=False))
+    ids = iter(tokenizer.encode("aXaXaXa"))
+    while generated.push(next(ids))[1] is None:
+        pass
+    assert ("aXa", 5) == (generated.text, generated.num_tokens)
