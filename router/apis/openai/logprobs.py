@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from typing_extensions import TypedDict
@@ -22,6 +23,7 @@ from router.text.tokenizer import ModelTokenizer, TokenShare, TokenShares
 
 Prompt = str | Sequence[int]
 OF_RESPONSE = "message.output_text.logprobs"  # in `include`
+MOST_ADDED = 2  # special tokens before a prompt, and behind it, that a tokenizer adds
 LEAST = -9999.0  # stands for minus infinity, as in OpenAI's answers: JSON has no such number
 
 
@@ -165,10 +167,8 @@ def prompt_tokens(
     That is a text's own, but where the tokenizer cannot give it back: then it is the text of its tokens.
     """
     pieces = _pieces(token_ids, tokenizer)
-    if prompt != "".join(pieces):
-        special = {place: tokenizer.token_text(id) for place, id in enumerate(token_ids) if id in tokenizer.special_ids}
-        named = [special.get(place, piece) for place, piece in enumerate(pieces)]
-        pieces = named if prompt == "".join(named) else pieces
+    if isinstance(prompt, str) and prompt != "".join(pieces):
+        pieces = next((named for named in _named(pieces, token_ids, tokenizer) if prompt == "".join(named)), pieces)
     shares = TokenShares(tokenizer.token_bytes)
     found = [share for id, piece in zip(token_ids, pieces, strict=True) for share in shares.push(id, piece)]
     return [
@@ -181,6 +181,18 @@ def prompt_tokens(
         )
         for place, text, data in found + shares.close()
     ]
+
+
+def _named(pieces: Sequence[str], token_ids: Sequence[int], tokenizer: ModelTokenizer) -> Iterator[list[str]]:
+    """The same with special tokens by their names, all of them or all but those that the tokenizer may have added."""
+    is_special = [id in tokenizer.special_ids for id in token_ids]
+    named = [
+        tokenizer.token_text(id) if special else piece
+        for id, special, piece in zip(token_ids, is_special, pieces, strict=True)
+    ]
+    for first, last in product(range(MOST_ADDED + 1), repeat=2):
+        if all(is_special[:first]) and all(is_special[len(named) - last :]) and first + last <= len(named):
+            yield [*pieces[:first], *named[first : len(named) - last], *pieces[len(named) - last :]]
 
 
 def _pieces(token_ids: Sequence[int], tokenizer: ModelTokenizer) -> list[str]:

@@ -152,6 +152,7 @@ class ChatRequest(Generation):
         "echo": NotServed((None, False)),
         "chat_template": NotServed(sentence="is not served: the server has its own, `--chat-template`"),
         "documents": NotServed((None, [])),
+        "add_special_tokens": NotServed((None, False), "is not served in chats: the template writes special tokens"),
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
@@ -187,6 +188,9 @@ class CompletionRequest(Generation):
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Not OpenAI's: false adds none to a prompt that has them, as of a chat template."
+    )
     logprobs: Integer | None = Field(
         default=None,
         description="Report the log-probability of each token of the text, with this many of the likeliest tokens.",
@@ -236,10 +240,9 @@ def of_completion(body: CompletionRequest, max_n: int, max_prompts: int, candida
     found = prompts(body)
     if not 0 < len(found) <= max_prompts:
         raise ValidationError(f"`prompt` has {len(found)} prompts: give 1 to {max_prompts} (max_client_batch_size)")
-    asked = (
-        replace(_asked(body, prompt, most if generates else 1, max_n), num_answers=num_answers, generates=generates)
-        for prompt in found
-    )
+    is_ready = body.add_special_tokens is False
+    asked = (_asked(body, prompt, most if generates else 1, max_n, has_special_tokens=is_ready) for prompt in found)
+    asked = (replace(one, num_answers=num_answers, generates=generates) for one in asked)
     # Samples are compared by what the model thinks of them, whatever they were drawn by.
     asked = (replace(one, raw_logprobs=num_answers > (body.n or 1)) for one in asked)
     return [scored(one, candidates, of_prompt=bool(body.echo)) for one in asked]

@@ -265,6 +265,17 @@ def test_an_echo_that_the_tokenizer_cannot_give_back_is_the_text_of_its_tokens()
         assert texts == [one.text for one in found]
         assert [None, -1.0, -2.0] == [one.logprob for one in found]
     assert ["</s>", "the", "re"] == [one.text for one in prompt_tokens("</s>there", ids, scores, tokenizer)]
+    ids = [end, 0, end, 1, end]
+    scores.extend([-3.0, -4.0], [], [])
+    for prompt, texts in (
+        ("there", ["", "the", "", "re", ""]),
+        ("the</s>re", ["", "the", "</s>", "re", ""]),
+        ("</s>the</s>re", ["</s>", "the", "</s>", "re", ""]),
+        ("the</s>re</s>", ["", "the", "</s>", "re", "</s>"]),
+        ("</s>the</s>re</s>", ["</s>", "the", "</s>", "re", "</s>"]),
+        ("</s>there", ["", "the", "", "re", ""]),
+    ):
+        assert texts == [one.text for one in prompt_tokens(prompt, ids, scores, tokenizer)], prompt
 
 
 # -------------------------------------------------------------------------------------------------------------- bounds

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from host.version import version
 from router.apis.openai.requests import ChatRequest, CompletionRequest, messages_of, of_completion, variables_of
@@ -105,6 +106,22 @@ async def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end
             assert text == choice["text"] == "".join(choice["logprobs"]["tokens"])
             chunks = chunks_of((await it.http.post("/v1/completions", json={**asked, "stream": True})).text)
             assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+async def test_special_tokens_are_added_to_no_completion_that_has_them() -> None:
+    tokenizer = Tokenizer.from_str(byte_tokenizer().tokenizer.to_str())
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", EOS + 1)])
+    limits = {"vocab_size": EOS + 2}
+    shards = fake_shards(make_limits(**limits), **limits)
+    async with site(shards, tokenizer=ModelTokenizer.of(tokenizer, frozenset({EOS})), **limits) as it:
+        for adds, count in ((None, 4), (True, 4), (False, 3)):
+            asked = {"prompt": "<s>ab", "max_tokens": 1, "add_special_tokens": adds}
+            answer = (await it.http.post("/v1/completions", json=asked)).json()
+            assert count == answer["usage"]["prompt_tokens"]
+        chat = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}
+        refused = await it.http.post("/v1/chat/completions", json=chat)
+        assert 400 == refused.status_code and "the template writes special tokens" in refused.text
 
 
 async def test_completions_know_the_newer_name_of_their_most_tokens(template: str) -> None:
