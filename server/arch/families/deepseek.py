@@ -26,6 +26,11 @@ NAMES = replace(
     },
 )
 
+# What transformers takes where config.json says nothing.
+USUAL_OF_3 = {
+    "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 3,
+}  # fmt: skip
+
 
 def compressed(config: Config) -> ArchSpec:
     """The dense model that config.json describes, with compressed keys and values."""
@@ -49,7 +54,8 @@ def compressed(config: Config) -> ArchSpec:
 def _growth(config: Config) -> float:
     """What scaled positions multiply attention's scores by, beside what they multiply queries and keys by."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not given.get("mscale_all_dim") or not given.get("factor"):
+    is_scaled = given.get("rope_type", given.get("type", "default")) != "default"
+    if not is_scaled or not given.get("mscale_all_dim") or not given.get("factor"):
         return 1.0
     return yarn_magnitude(given["factor"], given["mscale_all_dim"]) ** 2
 
@@ -77,4 +83,5 @@ def spec_of_2(config: Config) -> ArchSpec:
 
 
 def spec_of_3(config: Config) -> ArchSpec:
+    config = {**USUAL_OF_3, **config}
     return with_experts(compressed(config), config, deepseek_mixture(config))

@@ -34,7 +34,10 @@ NAMES_OF_3 = replace(
 
 def spec(config: Config) -> ArchSpec:
     # Early configs say "gelu" in hidden_act and mean its tanh form, which hidden_activation then says.
-    name = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    name, early = config.get("hidden_activation"), config.get("hidden_act", "gelu")
+    if not name and not early.startswith("gelu"):
+        raise ValueError(f"config.json says hidden_act {early!r}: Gemma is served with 'gelu_pytorch_tanh'")
+    name = name or "gelu_pytorch_tanh"
     base = llama.spec({**config, "hidden_act": name})
     mlp = Gated(config["intermediate_size"], activation(name))
     return replace(
@@ -52,8 +55,8 @@ def spec_of_2(config: Config) -> ArchSpec:
         windowed(spec(config), config, lambda i: i % 2 == 0),
         residual=Residual.SANDWICH,
         scale=config["query_pre_attn_scalar"] ** -0.5,
-        score_cap=config.get("attn_logit_softcapping") or 0.0,
-        logit_cap=config.get("final_logit_softcapping") or 0.0,
+        score_cap=config.get("attn_logit_softcapping", 50.0) or 0.0,
+        logit_cap=config.get("final_logit_softcapping", 30.0) or 0.0,
     )
 
 
@@ -61,7 +64,8 @@ def spec_of_3(config: Config) -> ArchSpec:
     if config.get("use_bidirectional_attention"):
         raise ValueError("config.json asks for use_bidirectional_attention: Gemma 3 is served as it generates text")
     dim, each = head_dim(config), period(config, 6)
-    base = windowed(spec_of_2(config), config, lambda i: (i + 1) % each != 0)
+    uncapped = {"final_logit_softcapping": None, **config, "attn_logit_softcapping": None}
+    base = windowed(spec_of_2(uncapped), config, lambda i: (i + 1) % each != 0)
     full = rope(config, dim, kind="full_attention", theta=1e6)
     local_theta = {"rope_theta": config.get("rope_local_base_freq")}
     local = rope({"rope_parameters": config.get("rope_parameters") or local_theta}, dim, kind="sliding_attention")

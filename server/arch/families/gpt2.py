@@ -38,6 +38,11 @@ NAMES_OF_BIGCODE = replace(
 
 
 def spec(config: Config) -> ArchSpec:
+    if config.get("scale_attn_by_inverse_layer_idx"):
+        raise ValueError(
+            "config.json asks for scale_attn_by_inverse_layer_idx, scores divided by the layer's number, which is not "
+            "served: serve another model"
+        )
     hidden, heads = config["n_embd"], config["n_head"]
     mlp = Dense(config.get("n_inner") or 4 * hidden, activation(config["activation_function"]))
     return ArchSpec(
@@ -54,6 +59,7 @@ def spec(config: Config) -> ArchSpec:
         attention_out_bias=True,
         mlp_bias=True,
         max_positions=config["n_positions"],
+        scale=0.0 if config.get("scale_attn_weights", True) else 1.0,
     )
 
 

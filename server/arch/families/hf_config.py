@@ -143,16 +143,16 @@ FIELDS: dict[str, Kind] = {
             "do_layer_norm_before enable_bias enable_moe_block lm_head_bias mamba_conv_bias mamba_norm_before_gate "
             "mamba_proj_bias mamba_rms_norm mlp_bias multi_query multi_query_attention mup_enabled "
             "new_decoder_architecture norm_topk_prob parallel_attn projectors_bias qk_layernorm qkv_bias "
-            "rope_interleave route_norm scale_decoder_outputs tie_embedding tie_word_embeddings truncate use_bias "
-            "use_conv_bias use_double_wide_mlp use_expert_bias use_parallel_residual use_qk_norm use_qkv_bias "
-            "use_sliding_window",
+            "rope_interleave route_norm scale_attn_by_inverse_layer_idx scale_attn_weights scale_decoder_outputs "
+            "tie_embedding tie_word_embeddings truncate use_bias use_conv_bias use_double_wide_mlp use_expert_bias "
+            "use_parallel_residual use_qk_norm use_qkv_bias use_sliding_window",
         ),
         (FLAG_OR_TEXT, "use_bidirectional_attention"),
         (FLAG_OR_COUNT, "attn_temperature_tuning"),
         (
             TEXT,
-            "activation activation_function feed_forward_proj hidden_act hidden_activation mlp_hidden_act model_type "
-            "position_embedding_type rope_type topk_method type",
+            "activation activation_function dense_act_fn feed_forward_proj hidden_act hidden_activation "
+            "mamba_hidden_act mlp_hidden_act model_type position_embedding_type rope_type topk_method type",
         ),
         (
             OBJECT,
@@ -176,7 +176,7 @@ FIELDS: dict[str, Kind] = {
 }
 
 
-MEANT_NULLS = {"block_ffn_dim_multiplier"}
+MEANT_NULLS = {"block_ffn_dim_multiplier", "attn_logit_softcapping", "final_logit_softcapping"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -247,6 +247,12 @@ def activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise ValueError(f"config.json asks for the activation {name!r}; served are: {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
+
+
+def need_silu(config: Config, field: str = "hidden_act") -> None:
+    """Raises ValueError for another activation: the convolution before a recurrence is served with SiLU alone."""
+    if (name := config.get(field, "silu")) not in ("silu", "swish"):
+        raise ValueError(f"config.json says {field} {name!r}: models with recurrent layers are served with 'silu'")
 
 
 def head_dim(config: Config) -> int:
@@ -345,7 +351,7 @@ def deepseek_mixture(config: Config) -> Moe:
     """A mixture as DeepSeek V3 describes it: sigmoids, choice by bias and groups, a scale, experts that all share."""
     width = config["moe_intermediate_size"]
     return replace(
-        mixture(config, width=width),
+        mixture({"norm_topk_prob": True, **config}, width=width),
         scoring=Scoring.SIGMOID,
         choice_bias=True,
         num_groups=config.get("n_group", 1),

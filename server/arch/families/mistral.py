@@ -46,7 +46,7 @@ def spec_of_ministral(config: Config) -> ArchSpec:
 
 
 def spec_of_4(config: Config) -> ArchSpec:
-    moe = replace(deepseek_mixture(config), scoring=Scoring.SOFTMAX, choice_bias=False)
+    moe = replace(deepseek_mixture({"n_shared_experts": 1, **config}), scoring=Scoring.SOFTMAX, choice_bias=False)
     return _growing(deepseek.with_experts(deepseek.compressed(config), config, moe), config)
 
 
@@ -58,7 +58,7 @@ def _growing(base: ArchSpec, config: Config) -> ArchSpec:
 
 
 def spec_of_mixtral(config: Config) -> ArchSpec:
-    base = spec(config)
+    base = spec({"rope_theta": 1e6, **config})
     moe = Moe(
         num_experts=config["num_local_experts"],
         top_k=config["num_experts_per_tok"],

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, layer_types, mixed, mixture, partial_rope, windowed
+from server.arch.families.hf_config import Config, layer_types, mixed, mixture, need_silu, partial_rope, windowed
 from server.arch.names import FUSED_EXPERTS, Predictor
 from server.arch.recurrences import GatedDelta
 from server.arch.spec import ArchSpec, Moe, RmsNormSpec
@@ -136,8 +136,7 @@ def spec_of_3_moe(config: Config) -> ArchSpec:
 def spec_of_next(config: Config) -> ArchSpec:
     """Qwen3-Next and Qwen3.5, dense and mixture."""
     config = {"norm_topk_prob": True, **config}
-    if (name := config["hidden_act"]) not in ("silu", "swish"):
-        raise ValueError(f"config.json says hidden_act {name!r}: models with gated delta rules are served with 'silu'")
+    need_silu(config)
     base = llama.spec({"intermediate_size": config.get("moe_intermediate_size"), **config})
     position, interval = partial_rope(config, 0.25), config.get("full_attention_interval", 4)
     kinds = {"linear_attention": _recurrence(config), "full_attention": None}

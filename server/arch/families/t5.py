@@ -54,7 +54,8 @@ def spec(config: Config) -> ArchSpec:
 def unscaled_spec(config: Config) -> ArchSpec:
     """Of mT5 and mT0, which never scale the last hidden states."""
     name = config.get("feed_forward_proj", "relu")
-    function = activation("gelu_new" if name == "gated-gelu" else name.removeprefix("gated-"))
+    usual = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+    function = activation(config.get("dense_act_fn") or usual)
     mlp = (Gated if name.startswith("gated-") else Dense)(config["d_ff"], function)
     buckets = config["relative_attention_num_buckets"], config.get("relative_attention_max_distance", 128)
     encoder_layer, decoder_layer = (LayerSpec(mlp, Bucketed(*buckets, bidirectional=b)) for b in (True, False))

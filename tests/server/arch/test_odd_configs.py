@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -166,12 +167,61 @@ WINDOWLESS = "layers of the type sliding_attention and no sliding_window"
         ("gpt_oss", {"rope_parameters": None}, "lacks the key 'rope_scaling'"),
         ("ministral3", {"rope_parameters": None}, "lacks the key 'rope_parameters'"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "asks for use_bidirectional_attention"),
-        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act 'gelu': models with gated delta rules"),
+        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act 'gelu': models with recurrent layers"),
+        ("mamba2", {"hidden_act": "gelu"}, "hidden_act 'gelu': models with recurrent layers"),
+        ("granitemoehybrid-dense", {"hidden_act": "gelu"}, "hidden_act 'gelu': models with recurrent layers"),
+        ("falcon_h1", {"hidden_act": "gelu"}, "hidden_act 'gelu': models with recurrent layers"),
+        ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu': models with recurrent layers"),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act 'relu': Gemma is served with"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "asks for scale_attn_by_inverse_layer_idx"),
     ],
 )
 def test_what_would_give_other_numbers_is_refused(case: str, fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         families.find(config_of(case) | fields)
+
+
+@pytest.mark.parametrize(
+    ("case", "field"),
+    [
+        *product(
+            ("deepseek_v3", "glm4_moe_lite"), ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+        ),
+        ("deepseek_v3", "n_shared_experts"),
+        ("deepseek_v3", "first_k_dense_replace"),
+        ("mistral4", "norm_topk_prob"),
+        ("mistral4", "n_shared_experts"),
+        ("dots1", "norm_topk_prob"),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma2", "final_logit_softcapping"),
+        ("gemma3_text", "final_logit_softcapping"),
+        ("mixtral", "rope_parameters"),
+        ("gpt2", "scale_attn_weights"),
+    ],
+)
+def test_what_config_json_leaves_out_is_what_transformers_takes(case: str, field: str) -> None:
+    config = config_of(case) | {"mlp_layer_types": None}
+    usual = getattr(AutoConfig.for_model(config["model_type"]), field)
+    left_out = {name: value for name, value in config.items() if name != field}
+    assert families.find(left_out) == families.find(config | {field: usual})
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "same"),
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 2.0}, {"attn_logit_softcapping": None}),
+        ("t5", {"dense_act_fn": "silu"}, {"feed_forward_proj": "silu", "dense_act_fn": None}),
+        ("gpt2", {"scale_attn_weights": True}, {}),
+    ],
+)
+def test_fields_mean_what_they_do_in_transformers(case: str, fields: dict[str, Any], same: dict[str, Any]) -> None:
+    assert families.find(config_of(case) | fields)[1] == families.find(config_of(case) | same)[1]
+
+
+def test_scores_that_are_not_scaled_or_capped_stay_so() -> None:
+    uncapped = families.find(config_of("gemma2") | {"attn_logit_softcapping": None, "final_logit_softcapping": None})[1]
+    assert (0.0, 0.0) == (uncapped.score_cap, uncapped.logit_cap)
+    assert 1.0 == families.find(config_of("gpt_bigcode") | {"scale_attn_weights": False})[1].attention_scale
 
 
 def test_the_old_form_of_a_rotation_may_stand_beside_the_new_one() -> None:

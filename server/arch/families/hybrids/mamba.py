@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, deepseek_mixture, of_layers, step_limits
+from server.arch.families.hf_config import Config, activation, deepseek_mixture, need_silu, of_layers, step_limits
 from server.arch.names import FusedRows, NameMap
 from server.arch.recurrences import Mamba2
 from server.arch.spec import ArchSpec, Dense, LayerSpec, Moe, Residual, RmsNormSpec
@@ -56,6 +56,7 @@ NAMES_OF_NEMOTRON = replace(
 
 
 def spec(config: Config) -> ArchSpec:
+    need_silu(config)
     eps = config.get("layer_norm_epsilon", 1e-5)
     least, most = step_limits(config)
     kind = Mamba2(
@@ -109,12 +110,13 @@ def spec_of_nemotron(config: Config) -> ArchSpec:
 
 
 def _mixture(config: Config, act: str) -> Moe:
-    moe = deepseek_mixture({"norm_topk_prob": True, **config, "hidden_act": act})
+    moe = deepseek_mixture({**config, "hidden_act": act})
     return replace(moe, gated=False, shared_width=config["moe_shared_expert_intermediate_size"])
 
 
 def _mamba_of_nemotron(config: Config, eps: float) -> Mamba2:
     """Where config.json has both of two names, transformers takes the one that begins with `mamba`."""
+    need_silu(config, "mamba_hidden_act")
     return Mamba2(
         num_heads=config["mamba_num_heads"],
         num_groups=config["n_groups"],

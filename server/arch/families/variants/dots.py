@@ -14,4 +14,8 @@ NAMES = qwen.NAMES_OF_SHARED
 def spec(config: Config) -> ArchSpec:
     first = config.get("max_window_layers", config["num_hidden_layers"])
     base = windowed(replace(llama.spec(config), qk_norm=True), config, lambda i: i >= first)
-    return mixed(base, deepseek_mixture(config), lambda i: i >= config.get("first_k_dense_replace", 0))
+    return mixed(
+        base,
+        deepseek_mixture({"norm_topk_prob": False, **config}),
+        lambda i: i >= config.get("first_k_dense_replace", 0),
+    )

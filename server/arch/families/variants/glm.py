@@ -32,6 +32,7 @@ NAMES_OF_0414 = replace(
 )
 NAMES_OF_MOE = qwen.NAMES_OF_SHARED
 NAMES_OF_LITE = deepseek.NAMES
+USUAL_OF_LITE = {"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1}
 
 
 def spec(config: Config) -> ArchSpec:
@@ -48,7 +49,7 @@ def spec_of_moe(config: Config) -> ArchSpec:
     base = with_layers(llama.spec(config), position=partial_rope(config, default=0.5))
     base = mixed(
         base,
-        deepseek_mixture({"norm_topk_prob": True, **config}),
+        deepseek_mixture(config),
         lambda i: i >= config.get("first_k_dense_replace", 1),
     )
     predictors = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
@@ -56,4 +57,4 @@ def spec_of_moe(config: Config) -> ArchSpec:
 
 
 def spec_of_lite(config: Config) -> ArchSpec:
-    return deepseek.spec_of_3({"first_k_dense_replace": 1, **config})
+    return deepseek.spec_of_3({**USUAL_OF_LITE, **config})

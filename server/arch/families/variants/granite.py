@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from server.arch.families import llama
-from server.arch.families.hf_config import Config, activation, layer_types, mixture, share_of, step_limits
+from server.arch.families.hf_config import Config, activation, layer_types, mixture, need_silu, share_of, step_limits
 from server.arch.names import rows_of_gated
 from server.arch.recurrences import Mamba2
 from server.arch.spec import ArchSpec, Gated, Moe, with_layers, with_residual_scale
@@ -84,6 +84,7 @@ def spec_of_hybrid(config: Config) -> ArchSpec:
 
 def mamba_of(config: Config) -> Mamba2:
     """Mamba-2 by the names that Bamba gave its fields, of which Falcon-H1 adds some."""
+    need_silu(config)
     heads = config["mamba_n_heads"]
     inner = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
     size = config.get("mamba_d_head", "auto")
