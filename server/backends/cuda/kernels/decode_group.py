@@ -62,7 +62,7 @@ def decode_group(
     CHUNK: tl.constexpr,
 ):
     """One split of ROWS heads that share a kv head. Of the programs of one kv head, the first stores."""
-    sequence, split, splits, first_part, meeting = part_of_program(plan)
+    sequence, split, splits = part_of_program(plan)
     if sequence < 0:
         return
     kv_head, part = tl.program_id(1) // tl.cdiv(GROUP, ROWS), tl.program_id(1) % tl.cdiv(GROUP, ROWS)
@@ -152,11 +152,10 @@ def decode_group(
         parts,
         log_sums,
         arrivals,
+        plan,
         sinks,
         sequence,
         split,
-        first_part,
-        meeting,
         kv_head * GROUP + part * ROWS,
         tl.minimum(kv_head * GROUP + (part + 1) * ROWS, (kv_head + 1) * GROUP),
         acc,

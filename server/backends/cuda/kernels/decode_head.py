@@ -68,7 +68,7 @@ def decode_head(
     CHUNK: tl.constexpr,
 ):
     """One split of one head that has its kv head for itself; every row of the tile has its own running softmax."""
-    sequence, split, splits, first_part, meeting = part_of_program(plan)
+    sequence, split, splits = part_of_program(plan)
     if sequence < 0:
         return
     head = tl.program_id(1)
@@ -158,11 +158,10 @@ def decode_head(
         parts,
         log_sums,
         arrivals,
+        plan,
         sinks,
         sequence,
         split,
-        first_part,
-        meeting,
         head,
         head + 1,
         acc_of_all,

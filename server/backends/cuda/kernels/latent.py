@@ -355,7 +355,7 @@ def _decode_rows(
     KIND: tl.constexpr,
 ):
     """ROWS heads of one sequence, one split of its keys."""
-    sequence, split, splits, first_part, meeting = part_of_program(plan)
+    sequence, split, splits = part_of_program(plan)
     if sequence < 0:
         return
     first_head = tl.program_id(1) * ROWS
@@ -391,11 +391,10 @@ def _decode_rows(
         parts,
         log_sums,
         arrivals,
+        plan,
         None,
         sequence,
         split,
-        first_part,
-        meeting,
         first_head,
         end,
         acc,

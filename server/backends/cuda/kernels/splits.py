@@ -177,20 +177,26 @@ def _plan(
 
 @triton.jit
 def part_of_program(plan):
-    """(sequence, the part's number, parts of the sequence, the first of these among all, where they meet).
-
-    The sequence is -1 where there is nothing to do.
-    """
+    """(sequence, the part's number, parts of the sequence). The sequence is -1 where there is nothing to do."""
     sequence, part, parts = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
-    first, meeting = sequence * parts, sequence
     if plan is not None:
         place, places = plan + tl.program_id(0), tl.num_programs(0)
         sequence = tl.load(place)
         part = tl.load(place + places)
         parts = tl.load(place + 2 * places)
+    return sequence.to(tl.int64), part, parts
+
+
+@triton.jit
+def _others(plan):
+    """(the first part of this program's sequence among all, where the sequence's programs meet)."""
+    sequence = tl.program_id(0)
+    first, meeting = sequence * tl.num_programs(2), sequence
+    if plan is not None:
+        place, places = plan + tl.program_id(0), tl.num_programs(0)
         first = tl.load(place + 3 * places)
         meeting = tl.load(place + 4 * places)
-    return sequence.to(tl.int64), part, parts, first, meeting
+    return first, meeting
 
 
 @triton.jit
@@ -217,11 +223,10 @@ def finish_part(
     parts,
     log_sums,
     arrivals,
+    plan,
     sinks,
     sequence,
     part,
-    first_part,
-    meeting,
     first_head,
     end_head,
     acc,
@@ -238,7 +243,7 @@ def finish_part(
     """Write what this program found for the heads `first_head` … `end_head` - 1, of ROWS at most.
 
     acc: [ROWS, HEAD_PAD], best and total: [ROWS, 1]. Without a key, that is 0 with a weight of nothing. used: programs
-    that have keys, as of `keys_of_part`; the others are as of `part_of_program`.
+    that have keys, as of `keys_of_part`.
     """
     heads = first_head + tl.arange(0, ROWS)[:, None]
     features = tl.arange(0, HEAD_PAD)[None, :]
@@ -252,6 +257,7 @@ def finish_part(
         whole = with_sink(total, sinks, heads, heads < end_head, best)
         tl.store(target, (acc / whole).to(out.dtype.element_ty), mask=kept & (part == 0))
     elif part < used:
+        first_part, meeting = _others(plan)
         row = (first_part + part).to(tl.int64) * HEADS + heads
         tl.store(parts + row * HEAD_DIM + features, acc / total, mask=kept)
         tl.store(log_sums + row, best + tl.log2(total), mask=heads < end_head)

@@ -79,8 +79,9 @@ def test_decodes_are_one_launch_though_their_keys_are_split(model: str, found: l
     (code,) = found
     check_decode(case, code)
     launch_attention(case, MANY_DECODES, chunk=0)
-    _, plan, planned = found
-    assert plan.kernel == "_plan"
+    _, *plan, planned = found
+    # One kv head for all has parts enough for each of so many sequences.
+    assert (["_plan"] if case.kv_heads > 1 else []) == [code.kernel for code in plan]
     check_decode(case, planned)
 
 
