@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 
 from host.output import Output
 from host.process import adopt_orphans
@@ -26,7 +27,15 @@ from launch.errors import Refusal
 from launch.files import private_folder, shared_sockets
 from launch.flags import read_command_line, refuse_misspelt, render_settings
 from launch.logs import Log, open_standard_streams
-from launch.machine import Placement, access_warnings, bind, describe_environment, place, storage_warnings
+from launch.machine import (
+    Placement,
+    access_warnings,
+    bind,
+    describe_environment,
+    file_problems,
+    place,
+    storage_warnings,
+)
 from launch.models import resolve_adapters, resolve_model, resolve_speculative_model
 from launch.node_agent import Agent
 from launch.node_links import LinkProcess
@@ -129,7 +138,12 @@ def launch(settings: Settings, environ: Mapping[str, str], placement: Placement,
             log,
             drain_seconds=settings.values["shutdown_delay"] + settings.values["graceful_termination_timeout"],
             on_ready=on_ready,
-            restart=RestartCommands(shard_commands.group, router_command.command, settings.values["max_deaths"]),
+            restart=RestartCommands(
+                shard_commands.group,
+                router_command.command,
+                settings.values["max_deaths"],
+                partial(file_problems, settings),
+            ),
             sockets=sockets,
             remote_nodes=remote_nodes_of(shard_commands, settings, nodes, address, log) if nodes.count > 1 else None,
         )

@@ -219,8 +219,15 @@ def check_nodes(settings: Settings, nodes: Nodes, layout: Layout) -> None:
 
 
 def node_warnings(settings: Settings, nodes: Nodes, layout: Layout) -> list[str]:
-    """Warnings on unprotected traffic."""
-    if nodes.count == 1 or nodes.is_local or (nodes.tls_dir and not layout.splits_stages):
+    """Warnings on unprotected traffic, and on settings of traffic that there is none of."""
+    if nodes.count == 1:
+        idle = [name for name in ("tls_dir", "trust_network", "node_timeout") if settings.sources[name] != "default"]
+        https = ": clients are served plain HTTP, and for HTTPS a proxy stands before the server"
+        return [
+            f"--{name.replace('_', '-')} is about traffic between nodes, and there is one{https * (name == 'tls_dir')}"
+            for name in idle
+        ]
+    if nodes.is_local or (nodes.tls_dir and not layout.splits_stages):
         return []
     what = "sums over the shards of a stage" if nodes.tls_dir else "commands, activations and the model's tokens"
     return [f"--trust-network: {what} go over the network unencrypted; anyone who reaches it can read and forge them"]

@@ -24,12 +24,13 @@ class RestartCommands:
     """The commands of a restart. Both functions may raise Refusal and OSError.
 
     group: number -> the commands and the sockets of that group of shards. router: number of the group, its sockets,
-    whether it has served a router before -> the router's command.
+    whether it has served a router before -> the router's command. problems: for which a router could not start now.
     """
 
     group: Callable[[int], tuple[Sequence[ChildCommand], Sequence[str]]]
     router: Callable[[int, Sequence[str], bool], ChildCommand]
     most_deaths: int
+    problems: Callable[[], Sequence[str]] = list
 
 
 class RestartPolicy:

@@ -34,6 +34,7 @@ from launch.timers import Timers
 CAUSE_S = 1.0  # to wait for the cause: a rank that lost its peers may be noticed before the one that failed
 REAP_S = 0.02  # between looks at whether a killed group is gone
 NODES_S = 0.1  # between looks at whether all nodes are connected
+FILES_S, FILES_PATIENCE_S = 1.0, 600.0  # between looks at files that a router needs, and as long as it waits for them
 GIVE_UP_S = 8.0  # for the router to tell its clients that it ends
 LEAST_LOAD_S, LOAD_FACTOR = 30.0, 10.0  # a group may take LOAD_FACTOR times as long to load as the first one took
 
@@ -80,6 +81,7 @@ class Supervisor:
         self._shards: list[Child] = []  # of the group that serves, or that loads
         self._remote_nodes = remote_nodes
         self._group = 1  # that serves, loads or comes next
+        self._without_files_since: float | None = None
         self._is_warm = False  # whether this group has been ready for a router
         self._started_group = 1, sockets  # the latest that was started: a router waits there for the next one
         self._failed: list[Child] = []  # of this group or launch, in the order in which they ended
@@ -205,6 +207,7 @@ class Supervisor:
             elif self._phase in (Phase.STARTING, Phase.SERVING) and number != signal.SIGQUIT:
                 self._stop(number)
             else:
+                self._log.warn(f"{signal.Signals(number).name}: aborted, connections are cut")
                 self._exit_code = 128 + number
                 self._kill()
 
@@ -334,6 +337,9 @@ class Supervisor:
 
     def _start_router(self) -> None:
         assert self._restart is not None
+        if self._waits_for_files(self._restart.problems()):
+            self._timers.set("router", FILES_S, self._start_router)
+            return
         try:
             self._spawn(self._restart.router(*self._started_group, self._is_warm))
         except (OSError, Refusal) as error:
@@ -341,13 +347,32 @@ class Supervisor:
             return
         self._router.expect(self._load_s, lambda: any(name in self._timers for name in ("cause", "start", "load")))
 
+    def _waits_for_files(self, problems: Sequence[str]) -> bool:
+        """Whether a router waits for files that it could not start with: one that tried would die until it is given up.
+
+        After FILES_PATIENCE_S it tries, whatever they are like.
+        """
+        now = time.monotonic()
+        if not problems:
+            self._without_files_since = None
+        elif self._without_files_since is None:
+            self._without_files_since = now
+            self._log.warn(f"the router waits until this is mended: {'; '.join(problems)}")
+        return self._without_files_since is not None and now - self._without_files_since < FILES_PATIENCE_S
+
     def _restart_router(self) -> None:
         """As SIGUSR1 asks: the router finishes its requests and another takes its place."""
         is_there = self._router.child is not None and not self._router.is_leaving
         if self._phase is not Phase.SERVING or not is_there or self._restart is None:
             self._log.warn("SIGUSR1: there is no router to restart now")
             return
-        self._log.info(f"SIGUSR1: the router is restarted; its requests may finish within {self._drain_seconds:g} s")
+        if problems := self._restart.problems():
+            self._log.warn(f"SIGUSR1: the router stays, as another could not start: {'; '.join(problems)}")
+            return
+        self._log.info(
+            f"SIGUSR1: the router is restarted; its requests may finish within {self._drain_seconds:g} s, new ones are "
+            "refused until another is ready"
+        )
         self._router.is_leaving = True
         self._router.leave()
 

@@ -35,6 +35,7 @@ DEFAULT_GUESSES = 4  # where a speculative model proposes as many
 # Of an adapter: what a path, a line of a log and a label of a metric show as it is. A repository's has a slash.
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+-]*(/[A-Za-z0-9_][A-Za-z0-9_.:+-]*)*")
 MOST_ADAPTER_NAME = 128  # characters
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#,]+")  # of a web page, as its browser sends it
 ADAPTER_NAME_RULE = "give 1 to 128 letters, digits and `_.:+-`, with a letter, digit or `_` first and behind each `/`"
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_GUESSES = 16  # of one request in a step
@@ -50,6 +51,12 @@ def own_names(model_id: str, served: Sequence[str]) -> tuple[str, ...]:
 def is_adapter_name(text: str) -> bool:
     """Whether an adapter may be called that. What is none is no name of a file that could lead anywhere, either."""
     return len(text) <= MOST_ADAPTER_NAME and ADAPTER_NAME.fullmatch(text) is not None
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raises ValueError for what no browser sends as the origin of a page."""
+    if not all(origin == "*" or ORIGIN.fullmatch(origin) for origin in origins):
+        raise ValueError("give * or origins as browsers send them, without a path, such as https://example.org")
 
 
 @dataclass(frozen=True)
@@ -370,6 +377,7 @@ class RouterConfig:
         metadata={
             "help": "Origin whose web pages may call this server, or * for any; repeat the flag or separate by commas.",
             "default": "none",
+            "check": check_origins,
             "when": "Browsers call the server directly.",
         },
     )

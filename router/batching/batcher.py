@@ -69,7 +69,7 @@ from router.scheduling.request import (
     ValidRequest,
 )
 from router.scheduling.scheduler import Scheduler
-from router.shards.client import Prepared, ShardError, Shards, StepReply
+from router.shards.client import KvCache, Prepared, ShardError, Shards, StepReply
 from router.shards.wire import mistake_in_step, planned_request, proposals_of
 from router.telemetry.metrics import Metrics, StepTrace
 from router.text.generated import FinishReason, GeneratedText
@@ -207,6 +207,12 @@ class Batcher:
             self._fail(entry, error)
             self._work.set()
 
+    def cancel(self, entry: Entry) -> None:
+        """End a request that nobody waits for any more; the next step frees what it holds."""
+        if not entry.is_over:
+            entry.cancelled = True
+            self._work.set()
+
     async def drain(self, timeout: float) -> None:
         """Let nothing in, wait for what runs, fail what is left after `timeout` seconds."""
         self._is_draining = True
@@ -225,7 +231,7 @@ class Batcher:
                 try:
                     is_needed = await self._turn()
                 except ShardError as error:
-                    await self._recover(error)
+                    is_needed = await self._recover(error)
         except ShardError as error:
             self.failure = error
             logger.error("gave up: %s", error)
@@ -238,15 +244,20 @@ class Batcher:
         """Look at the shards again, even where there is no work."""
         self._work.set()
 
-    async def _recover(self, error: ShardError) -> None:
-        """Wait for other shards and queue again what these had. Raises ShardError when there will be none."""
+    async def _recover(self, error: ShardError) -> bool:
+        """Wait for other shards and queue again what these had. Raises ShardError when there will be none.
+
+        Returns whether there is anything to do for them: a server that stops waits for none without requests.
+        """
         self.outage = error
         since = self._clock()
         logger.warning("lost the model shards: %s", error)
         self._replies.forget()
         self._adapters.lost()
         num_running = self._requeue_all(error)
-        cache = await self._shards.renew(error)
+        cache = await self._renewed(error)
+        if cache is None:
+            return False
         tiers = await self._mover.open()
         self._adapters.renewed()
         self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks, tiers, cache.num_states)
@@ -254,6 +265,25 @@ class Batcher:
         self._metrics.recovered(seconds, self._scheduler.limits)
         self.outage = None
         logger.info("recovered in %.1f s (%s); requests that go on: %d", seconds, error, num_running)
+        return True
+
+    async def _renewed(self, error: ShardError) -> KvCache | None:
+        """The KV cache of other shards. None where the server drains and nobody waits for them. Raises ShardError."""
+        renewing = asyncio.ensure_future(self._shards.renew(error))
+        try:
+            while not renewing.done():
+                self._work.clear()
+                self._forget_gone()
+                if self._is_draining and not self._live:
+                    return None
+                waking = asyncio.ensure_future(self._work.wait())
+                await asyncio.wait({renewing, waking}, return_when=asyncio.FIRST_COMPLETED)
+                waking.cancel()
+            return renewing.result()
+        finally:
+            renewing.cancel()
+            with suppress(asyncio.CancelledError, ShardError):
+                await renewing
 
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""

@@ -28,6 +28,10 @@ class Unfit(ValueError):
     """It cannot be served, in words that follow its name."""
 
 
+class Away(ValueError):
+    """The folder that all adapters lie in is not there: what was in it may come again."""
+
+
 class Changing(ValueError):
     """It was written to for as long as it was read."""
 
@@ -53,13 +57,16 @@ class Content:
 
 
 def appearance(path: str, within: str | None, most_bytes: int) -> Appearance:
-    """What an adapter looks like. Raises Missing and Unfit.
+    """What an adapter looks like. Raises Missing, Unfit and Away.
 
     within: the folder in which it must lie, below at least one name; None: anywhere. most_bytes: of its files.
     """
     try:
-        folder = os.path.realpath(path, strict=True)
         home = None if within is None else os.path.realpath(within, strict=True)
+    except OSError as error:
+        raise Away(f"the folder for adapters cannot be read: {error.strerror}") from None
+    try:
+        folder = os.path.realpath(path, strict=True)
         _refuse_outside(folder, home)
         if not stat.S_ISDIR(os.stat(folder).st_mode):
             raise Missing("is no folder")

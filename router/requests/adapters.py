@@ -27,7 +27,7 @@ from typing import Protocol
 
 from router.config import ADAPTER_NAME_RULE, is_adapter_name
 from router.errors import AdapterRefused, Unavailable, UnknownModel, ValidationError
-from router.requests.adapter_files import Changing, Content, Missing, Unfit, appearance, read_content
+from router.requests.adapter_files import Away, Changing, Content, Missing, Unfit, appearance, read_content
 from router.scheduling.adapters import Adapter
 from router.telemetry.request_log import harmless
 
@@ -173,9 +173,14 @@ class Adapters:
 
     def _tell(self, source: Source, error: Missing) -> None:
         """Say in the log why what lies in the folder is not served; not of all, since anybody may ask for anything."""
-        if self._clock() >= self._tells_again and source.within is not None and os.path.lexists(source.path):
-            self._tells_again = self._clock() + TELL_S
+        if source.within is not None and os.path.lexists(source.path) and self._may_tell():
             logger.warning("%s in the folder for adapters is not served: it %s", harmless(source.name), error)
+
+    def _may_tell(self) -> bool:
+        if self._clock() < self._tells_again:
+            return False
+        self._tells_again = self._clock() + TELL_S
+        return True
 
     async def listed(self) -> tuple[list[Adapter], list[str]]:
         """Those that the settings name, and why others of these cannot be read."""
@@ -242,6 +247,10 @@ class Adapters:
             raise ValidationError(f"the adapter {source.name} {error}") from None
         except Changing as error:
             raise Unavailable(f"the adapter {source.name} {error}: ask again") from None
+        except Away as error:
+            if self._may_tell():
+                logger.warning("%s: mount or make %s again", error, source.within)
+            raise Unavailable(f"{error}: ask again later") from None
 
     def _unknown(self, name: str, allowed: Allowed) -> UnknownModel:
         """The refusal of a name, with the beginning of those that there are."""

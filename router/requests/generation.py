@@ -102,7 +102,7 @@ class Generator:
         log["stream"] = is_stream
         is_chat = any(callable(one.prompt) for one in asked)
         parts = (self._clock, self._permits, self._metrics, self._tracer)
-        opened = OpenRequest(log, *parts, headers, caller.account, is_chat=is_chat)
+        opened = OpenRequest(log, *parts, headers, caller.account, self._batcher.cancel, is_chat=is_chat)
         with ExitStack() as undo:
             undo.callback(opened.close)
             with opened.noting_failure():
@@ -224,6 +224,7 @@ class OpenRequest:
         tracer: Tracer,
         headers: Mapping[str, str],
         account: Account | None,
+        cancel: Callable[[Entry], None],
         *,
         is_chat: bool,
     ) -> None:
@@ -235,6 +236,7 @@ class OpenRequest:
         self._permits = permits
         self._num_permits = 0
         self._account = account
+        self._cancel = cancel
         self._num_charged = 0
         self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
@@ -363,7 +365,7 @@ class OpenRequest:
             self._account.settle(self._num_charged, prompt, self.num_generated, cached)
         self._metrics.adapters.count(self.entries)
         for entry in self.entries:
-            entry.cancelled = not entry.is_over
+            self._cancel(entry)
         if self._finished is not None:
             self._metrics.succeeded(self.received_at, self._finished, self.num_generated)
         else:
@@ -411,17 +413,25 @@ class OpenRequest:
             fields |= {"guessed_tokens": guessed, "right_guesses": sum(entry.num_right for entry in self.entries)}
         if len(self.entries) > 1:
             fields["answers"] = len(self.entries)
-        if self._finished is not None:
-            times = self._finished.timings
-            fields |= {
-                "validation_ms": _ms(times.queued - self.received_at),
-                "queue_ms": _ms(times.admitted - times.queued),
-                "first_token_ms": _ms(times.first_token - self.received_at),
-                "total_ms": _ms(times.finished - self.received_at),
-            }
         now, is_failure = self._clock(), self._finished is None
+        fields |= self._times(now)
         self._span.end(Ended(now, reason, is_failure, self._is_chat, self.entries, fields, self._log))
         self._log |= {"reason": reason, **fields}
+
+    def _times(self, now: float) -> dict[str, int]:
+        """How long what took, as far as the request came."""
+        if self._finished is not None:
+            times = self._finished.timings
+            queued, admitted, first_token, finished = times.queued, times.admitted, times.first_token, times.finished
+        elif self.entries:
+            entry = self.entries[0]
+            queued, admitted, first_token, finished = entry.queued_at, entry.admitted_at, entry.first_token_at, now
+        else:
+            return {"total_ms": _ms(now - self.received_at)}
+        found = {"validation_ms": queued - self.received_at, "queue_ms": (admitted or finished) - queued}
+        if first_token:
+            found["first_token_ms"] = first_token - self.received_at
+        return {name: _ms(seconds) for name, seconds in (found | {"total_ms": finished - self.received_at}).items()}
 
 
 @dataclass(frozen=True, slots=True)

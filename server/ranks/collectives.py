@@ -69,7 +69,9 @@ class GroupCollectives:
         _collective(lambda: dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper())))
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        _collective(lambda: dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1)))
+        # torch 2.13 says so of the older name, which is all that torch 2.11 has.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        _collective(lambda: gather(gathered.view(-1), tensor.reshape(-1)))
 
     def broadcast(self, tensor: Tensor) -> None:
         _collective(lambda: dist.broadcast(tensor, 0))

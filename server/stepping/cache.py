@@ -15,7 +15,7 @@ saves come first, of what the steps before have computed, then restores, then th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -123,12 +123,19 @@ class KVShape:
 
 
 def choose_tokens(
-    *, wanted: int, useful: int, free_bytes: int, bytes_per_token: int, where: str = "free memory"
+    *,
+    wanted: int,
+    useful: int,
+    free_bytes: int,
+    bytes_per_token: int,
+    where: str = "free memory",
+    kept_back: Mapping[str, int] | None = None,
 ) -> int:
     """How many KV tokens to allocate.
 
     wanted: what the user asked for, 0 when nothing; useful: more than this can never be used; free_bytes: memory that
-    the cache may take; where: what has it. Raises ValueError with the number that fits when the wish does not.
+    the cache may take; where: what has it; kept_back: bytes that settings keep for something else, by their names.
+    Raises ValueError with the number that fits when the wish does not.
     """
     # A pipeline stage of mlps alone has blocks of nothing.
     fits = max(0, free_bytes // (max(1, bytes_per_token) * BLOCK_SIZE)) * BLOCK_SIZE
@@ -138,9 +145,12 @@ def choose_tokens(
             f"({bytes_per_token} bytes each): use --max-batch-total-tokens {fits} or less"
         )
     if not fits:
+        kept = {name: size for name, size in (kept_back or {}).items() if size}
+        told = "".join(f", {size / 1e9:.2f} GB kept back for {name}" for name, size in kept.items())
+        lower = f"lower {' or '.join(kept)}, " if kept else ""
         raise ValueError(
-            f"no memory is left for a KV cache ({free_bytes} bytes free, {bytes_per_token} needed per token): "
-            "use more shards, a smaller --dtype, --quantize int8 or --kv-cache-dtype int8"
+            f"no memory is left for a KV cache ({max(0, free_bytes)} bytes free, {bytes_per_token} needed per token"
+            f"{told}): {lower}use more shards, a smaller --dtype, --quantize int8 or --kv-cache-dtype int8"
         )
     return wanted or min(useful, fits)
 

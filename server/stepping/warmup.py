@@ -158,7 +158,8 @@ def warm_up(
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free = max(0, min(free, _beside_a_step(engine, prefill_tokens, fraction)) - host_bytes)
-    beside = shape.bytes_of_sequences(sequences) + (engine.adapters.budget if engine.adapters is not None else 0)
+    of_adapters = engine.adapters.budget if engine.adapters is not None else 0
+    beside = shape.bytes_of_sequences(sequences) + of_adapters
     room = partial(_room, engine, free - step_bytes - expected_bytes - beside)
     if may_be_shorter:
         total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
@@ -168,6 +169,7 @@ def warm_up(
         free_bytes=room(num_blocks(total_tokens)),
         bytes_per_token=engine.kv_shape.bytes_per_token,
         where=engine.kv_placement.where,
+        kept_back={"--adapter-memory": of_adapters, "--prefix-cache-host-gb": host_bytes},
     )
     engine.allocate(tokens, total_tokens, sequences)
     began = time.monotonic()

@@ -134,6 +134,13 @@ def test_an_open_network_has_to_be_trusted(
     assert is_open == bool(node_warnings(settings, nodes, layout))
 
 
+def test_what_is_about_traffic_between_nodes_is_said_to_change_nothing_on_one() -> None:
+    tls, trust = node_warnings(read(["--tls-dir", "/t", "--trust-network"]), Nodes(), Layout(1))
+    assert tls.startswith("--tls-dir is about traffic between nodes, and there is one: clients are served plain HTTP")
+    assert trust == "--trust-network is about traffic between nodes, and there is one"
+    assert [] == node_warnings(read([]), Nodes(), Layout(1))
+
+
 def test_shards_are_planned_over_all_nodes() -> None:
     assert ("cuda", Layout(8, 2, 2, 1)) == plan_shards(
         read(["--model-id", "x", "--pipeline-parallel", "2"]), 8, Nodes(2, 1)

@@ -18,6 +18,7 @@ from router.config import ADAPTER_NAME_RULE, RouterConfig
 from server.config import QUANTIZE_REFUSED, ShardConfig
 from tests.running import ROOT
 
+ORIGINS = "give * or origins as browsers send them, without a path, such as https://example.org"
 METHODS = "auto, ngram, suffix, draft, medusa, eagle3, mtp"
 NO_MODEL = (
     "speculative_method is eagle3 but there is no speculative_model: name the model that proposes tokens, or leave "
@@ -193,6 +194,10 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--speculate", "17"], {}, "--speculate is 17: the largest allowed value is 16"),
         ([], {"SPECULATE": "x"}, "--speculate is x: give a whole number (from environment SPECULATE)"),
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of auto, 1, 2, 4, 8"),
+        *(
+            (["--cors-allow-origin", origin], {}, f"--cors-allow-origin is {origin}: {ORIGINS}")
+            for origin in ("example.org", "https://a.example/", "https://a.example/x", "/x", "https://a.example,b")
+        ),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
         (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),
         (["--api-key", " "], {}, "--api-key is ***: give a value or leave it out"),

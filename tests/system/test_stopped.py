@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -204,3 +204,32 @@ def test_a_server_that_is_stopped_while_its_router_loads_ends_orderly(server: Se
     server.stop(signal.SIGTERM)
     assert 0 == server.process.wait(timeout=120)
     log_has(server, "stopping before the server is ready")
+
+
+@pytest.mark.rest
+def test_a_router_that_could_not_start_is_not_asked_for(tmp_path: Path) -> None:
+    """Keys that somebody edits: who serves stays, and who has died waits until they can be read again."""
+    keys = tmp_path / "keys.json"
+    whole = json.dumps({"keys": [{"name": "alice", "key": "secret"}]})
+    keys.write_text(whole)
+    keys.chmod(0o600)
+    with Server("--model-id", "null", "--api-keys-file", str(keys), "--max-deaths", "2") as server, logged(server):
+        before = server.router()
+        keys.write_text(whole[:-5])
+        server.stop(signal.SIGUSR1)
+        log_has(server, "SIGUSR1: the router stays, as another could not start: api_keys_file")
+        assert before == server.router()
+        os.kill(before, signal.SIGKILL)
+        log_has(server, f"the router waits until this is mended: api_keys_file {keys} is not JSON")
+        time.sleep(2)
+        keys.write_text(whole)
+        next_router(server, before)
+        limit = time.monotonic() + 60
+        while True:
+            with suppress(httpx2.HTTPError):
+                asked = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
+                answer = httpx2.post(f"{server.url}/generate", json=asked, headers={"authorization": "Bearer secret"})
+                if answer.status_code == 200:
+                    break
+            assert time.monotonic() < limit
+            time.sleep(0.05)

@@ -271,6 +271,8 @@ async def test_whoever_has_one_read_is_told_when_the_shards_are_lost() -> None:
         at_work.batcher.wake()
         with pytest.raises(Unavailable):
             await asking
+        while at_work.batcher.outage is not None:
+            await asyncio.sleep(0)
         assert "" == await at_work.adapters.prepare(adapter_of(1))
         cancelled = asyncio.create_task(at_work.adapters.prepare(adapter_of(0)))
         await asyncio.sleep(0)

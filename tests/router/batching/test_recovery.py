@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.errors import GenerationError, Overloaded
+from router.errors import GenerationError, Overloaded, Unavailable
 from router.scheduling.request import Failed, Finished, PromptTokens, Token
 from tests.router.batching.test_batcher import is_clean
 from tests.router.doubles import (
@@ -196,3 +196,35 @@ async def test_a_cancelled_request_is_not_rebuilt() -> None:
         await token_ids_of(other)
     assert 3 >= sum(len(step.add) for step in at_work.shards.requests)
     assert is_clean(at_work)
+
+
+async def lost_and_draining(at_work: Running) -> asyncio.Task[None]:
+    """Its shards are gone, and others do not come; the server stops."""
+
+    async def never(error: Any) -> Any:
+        await asyncio.Event().wait()
+
+    at_work.shards.renew = never
+    at_work.shards.die("killed from outside")
+    at_work.batcher.wake()
+    while at_work.batcher.outage is None:
+        await asyncio.sleep(0)
+    return asyncio.create_task(at_work.batcher.drain(3600))
+
+
+async def test_a_server_that_stops_waits_for_no_shards_that_nobody_waits_for() -> None:
+    async with running(at_risk()) as at_work, asyncio.timeout(60):
+        await (await lost_and_draining(at_work))
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+async def test_a_server_that_stops_waits_for_shards_until_the_last_request_has_gone(how: str) -> None:
+    async with running(at_risk()) as at_work, asyncio.timeout(60):
+        entry = at_work.batcher.submit(request_of(4, 1000))
+        await entry.events.get()
+        draining = await lost_and_draining(at_work)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not draining.done()
+        at_work.batcher.cancel(entry) if how == "cancelled" else at_work.batcher.end(entry, Unavailable("late"))
+        await draining

@@ -427,3 +427,21 @@ async def test_what_shards_refuse_is_not_loaded(home: Path) -> None:
         await found.load("one", "alice", Shards(), in_place=False)
         with pytest.raises(ValidationError, match="1 adapters are loaded, which is the most: unload some"):
             await found.load("two", "alice", Shards(), in_place=False)
+
+
+async def test_a_folder_that_is_away_is_no_answer_about_what_lies_in_it(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a share that is not mounted for a while: clients are not told that there is no such model."""
+    clock = Clock()
+    found = of_folder(home, clock)
+    adapter = await found.chosen("alice", None)
+    home.rename(home.with_name("unmounted"))
+    clock.now += 60
+    for name in ("alice", "nobody"):
+        assert "the folder for adapters cannot be read: No such file" in await refusal(found, name, Unavailable)
+    assert 1 == sum("mount or make" in record.getMessage() for record in caplog.records)
+    home.with_name("unmounted").rename(home)
+    clock.now += 60
+    assert adapter == await found.chosen("alice", None)
+    await refusal(found, "nobody")

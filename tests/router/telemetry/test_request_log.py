@@ -59,6 +59,24 @@ async def test_every_request_that_is_over_has_one_line(caplog: pytest.LogCapture
         assert all(line[name] >= 0 for name in ("validation_ms", "queue_ms", "first_token_ms", "total_ms"))
 
 
+async def test_times_of_requests_that_were_cut_are_there_too(caplog: pytest.LogCaptureFixture) -> None:
+    limits = make_limits(max_batch_size=1)
+    slow = fake_shards(limits, step_delay_s=0.1)
+    async with logging_site(caplog, shards=slow, max_batch_size=1) as (it, lines):
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 50}}
+        cut = {"x-request-timeout-ms": "1000"}
+        running = asyncio.create_task(it.http.post("/generate", json=body, headers=cut))
+        while not it.shards.live_ids:
+            await asyncio.sleep(0)
+        late = {"x-request-timeout-ms": "200"}
+        assert 504 == (await it.http.post("/generate", json=body, headers=late)).status_code
+        assert 504 == (await running).status_code
+    waited, ran = lines
+    assert ("timeout", "timeout") == (waited["reason"], ran["reason"])
+    assert waited["total_ms"] >= waited["queue_ms"] > 100 and "first_token_ms" not in waited
+    assert ran["total_ms"] > ran["first_token_ms"] > 0
+
+
 async def test_probes_have_none(caplog: pytest.LogCaptureFixture) -> None:
     async with logging_site(caplog) as (it, lines):
         for path in ("/health", "/metrics", "/info", "/"):

@@ -74,6 +74,10 @@ def test_a_wish_that_does_not_fit_is_refused_with_what_does() -> None:
         choose_tokens(wanted=161, useful=100, free_bytes=1700, bytes_per_token=10)
     with pytest.raises(ValueError, match="no memory is left for a KV cache"):
         choose_tokens(wanted=0, useful=100, free_bytes=-5, bytes_per_token=10)
+    kept = {"--adapter-memory": 100 * 10**9, "--prefix-cache-host-gb": 0}
+    told = r"\(0 bytes free, 100 needed per token, 100.00 GB kept back for --adapter-memory\): lower --adapter-memory, use"
+    with pytest.raises(ValueError, match=told):
+        choose_tokens(wanted=0, useful=1000, free_bytes=-5, bytes_per_token=100, kept_back=kept)
 
 
 def test_slopes_of_a_power_of_two_are_geometric() -> None:
