@@ -75,7 +75,9 @@ def test_a_wish_that_does_not_fit_is_refused_with_what_does() -> None:
     with pytest.raises(ValueError, match="no memory is left for a KV cache"):
         choose_tokens(wanted=0, useful=100, free_bytes=-5, bytes_per_token=10)
     kept = {"--adapter-memory": 100 * 10**9, "--prefix-cache-host-gb": 0}
-    told = r"\(0 bytes free, 100 needed per token, 100.00 GB kept back for --adapter-memory\): lower --adapter-memory, use"
+    told = (
+        r"\(0 bytes free, 100 needed per token, 100.00 GB kept back for --adapter-memory\): lower --adapter-memory, use"
+    )
     with pytest.raises(ValueError, match=told):
         choose_tokens(wanted=0, useful=1000, free_bytes=-5, bytes_per_token=100, kept_back=kept)
 
