@@ -14,6 +14,6 @@ Nothing here imports torch, transformers, gRPC or the HTTP stack: `python launch
   silent for ten seconds, is started again beside the shards; its first step tells them to forget every sequence.
 * **Logs**: each process writes JSON lines into a pipe of its own, and the launcher prints them. Neither waits for its
   reader: up to 1 MiB waits, what is more is dropped and counted; records that the launcher acts on are kept.
-* **Nodes**: only launchers know of nodes (`nodes.py`, `remote_nodes.py`, `agent.py`, `node_links.py`). That of node 0
-  tells the others which shards to start and hears how they end; a node that is silent has lost its shards.
+* **Nodes**: only launchers know of nodes (`nodes.py`, `remote_nodes.py`, `node_agent.py`, `node_links.py`). That of
+  node 0 tells the others which shards to start and hears how they end; a node that is silent has lost its shards.
 """

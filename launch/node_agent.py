@@ -163,7 +163,7 @@ class Agent:
             self._timers.cancel("remind")
         elif "refused" in message:
             self._fail(f"node 0 at {self._address} refuses this node: {printable(str(message['refused']))}")
-        elif "start" in message:
+        elif "start" in message and not self._is_over:
             self._begin(int(message["group"]), message["peers"])
             self._wanted.append(str(message["start"]))
             self._timers.set("start", 0.0, self._start_wanted)

@@ -1,9 +1,9 @@
 """The other nodes as node 0's launcher sees them: which are connected, what their shards do, and when one is lost.
 
-The launcher of another node (`agent.py`) connects to a socket in the launch's folder, to which the links forward it,
-and introduces itself. It is accepted if it agrees with this node on version, model and settings. From then on it starts
-shards as told and reports their ends; to the supervisor they are children like the local ones. The shards of a silent
-node count as lost: its launcher ends them before it connects again.
+The launcher of another node (`node_agent.py`) connects to a socket in the launch's folder, to which the links forward
+it, and introduces itself. It is accepted if it agrees with this node on version, model and settings. From then on it
+starts shards as told and reports their ends; to the supervisor they are children like the local ones. The shards of a
+silent node count as lost: its launcher ends them before it connects again.
 """
 
 from __future__ import annotations

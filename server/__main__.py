@@ -68,7 +68,11 @@ async def run(config: ShardConfig) -> int:
         return 1
     ranks = RankPlace(config.rank, config.world_size, config.speaker)
     service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets, behind, ranks)
-    server = await serve(service, config.socket_path)
+    try:
+        server = await serve(service, config.socket_path)
+    except (OSError, RuntimeError) as error:
+        log.critical("%s", error)
+        return 1
     log.info("Serving on %s", config.socket_path)
     stopped = asyncio.create_task(_stop_signal())
     waits: list[asyncio.Future[None] | asyncio.Future[BaseException]] = [stopped, service.failed]

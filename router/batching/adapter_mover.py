@@ -49,12 +49,7 @@ class AdaptedShards(Protocol):
 class AdapterMover:
     """Keeps what `rows` wants at hand. shards: None where no adapters are served."""
 
-    def __init__(
-        self,
-        shards: AdaptedShards | None = None,
-        rows: AdapterRows | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, shards: AdaptedShards | None = None, rows: AdapterRows | None = None) -> None:
         self.rows = rows or AdapterRows()
         self.wake: Callable[[], None] = lambda: None  # called when something has come, or is refused
         # Called with one that cannot be served, and why: those who wait for it are to be told.
@@ -63,7 +58,6 @@ class AdapterMover:
         what = "Reading an adapter, seconds"
         self.durations = Histogram(PREPARE_DURATION, what, buckets=DURATION_BUCKETS, registry=None)
         self._shards = shards
-        self._clock = clock
         self._reading: dict[bytes, asyncio.Task[Prepared]] = {}
         self._forgetting: dict[bytes, asyncio.Task[None]] = {}
         self._refused: OrderedDict[tuple[bytes, str], str] = OrderedDict()  # why, by content and folder
@@ -195,9 +189,9 @@ class AdapterMover:
             return Prepared(0, problem)
         if self._losses[adapter.key] >= GUILTY:
             return self._noted(adapter, Prepared(0, f"the shards were lost {GUILTY} times while they read it"))
-        began = self._clock()
+        began = time.perf_counter()
         found = await self._shards.prepare_adapter(adapter.key, adapter.folder)
-        self.durations.observe(self._clock() - began)
+        self.durations.observe(time.perf_counter() - began)
         if not found.problem and not self.rows.fits(found.num_bytes):
             has, needs = self.rows.device_bytes / 1e9, found.num_bytes / 1e9
             problem = (

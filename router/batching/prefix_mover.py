@@ -55,16 +55,13 @@ class TieredShards(Protocol):
 class Mover:
     """Moves what `index` wants moved. shards: None where there are no tiers. block_size: tokens of a block."""
 
-    def __init__(
-        self, shards: TieredShards | None = None, block_size: int = 1, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, shards: TieredShards | None = None, block_size: int = 1) -> None:
         self.session = 0
         self.index = TierIndex()
         self.contents: TierContents | None = None  # at the start of the session
         self.wake: Callable[[], None] = lambda: None  # called when something has moved, or a request waits no longer
         self._shards = shards
         self._block_size = block_size
-        self._clock = clock
         self._fetching: set[asyncio.Task[None]] = set()
         self._storing: set[asyncio.Task[None]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -137,14 +134,14 @@ class Mover:
             self.wake()
 
     async def _fetch(self, session: int, index: TierIndex, move: Move) -> None:
-        began, num_fetching, moved = self._clock(), len(self._fetching), None
+        began, num_fetching, moved = time.perf_counter(), len(self._fetching), None
         try:
             moved = await self._moved(session, index, move)
         finally:
             index.fetched(move, _moved_of(move, moved))
         if moved is None:
             return
-        seconds = (self._clock() - began) / len(move.keys) / max(1, num_fetching)
+        seconds = (time.perf_counter() - began) / len(move.keys) / max(1, num_fetching)
         index.seconds_per_block = smoothed(index.seconds_per_block, seconds)
         index.counts.damaged += moved.num_damaged
         if moved.num_damaged:
@@ -193,7 +190,8 @@ class Mover:
             logger.info("not all of the prefix cache could be written to disk in %g s", seconds)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End what is under way, and start nothing behind it."""
+        self._shards = None
         for handle in self._timers:
             handle.cancel()
         tasks = [*self._fetching, *self._storing]

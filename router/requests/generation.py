@@ -71,8 +71,6 @@ class Generator:
         tracer: Tracer,
         permits: Permits,
         adapters: Adapters,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._adapters = adapters
         self._validator = validator
@@ -80,7 +78,6 @@ class Generator:
         self._metrics = metrics
         self._tracer = tracer
         self._permits = permits
-        self._clock = clock
 
     async def open(
         self,
@@ -101,7 +98,7 @@ class Generator:
         self._metrics.request_count.inc()
         log["stream"] = is_stream
         is_chat = any(callable(one.prompt) for one in asked)
-        parts = (self._clock, self._permits, self._metrics, self._tracer)
+        parts = (self._permits, self._metrics, self._tracer)
         opened = OpenRequest(log, *parts, headers, caller.account, self._batcher.cancel, is_chat=is_chat)
         with ExitStack() as undo:
             undo.callback(opened.close)
@@ -218,7 +215,6 @@ class OpenRequest:
     def __init__(
         self,
         log: dict[str, Any],
-        clock: Callable[[], float],
         permits: Permits,
         metrics: Metrics,
         tracer: Tracer,
@@ -228,10 +224,9 @@ class OpenRequest:
         *,
         is_chat: bool,
     ) -> None:
-        self.received_at = clock()
+        self.received_at = time.perf_counter()
         self.entries: list[Entry] = []
         self._log = log
-        self._clock = clock
         self._is_chat = is_chat
         self._permits = permits
         self._num_permits = 0
@@ -413,7 +408,7 @@ class OpenRequest:
             fields |= {"guessed_tokens": guessed, "right_guesses": sum(entry.num_right for entry in self.entries)}
         if len(self.entries) > 1:
             fields["answers"] = len(self.entries)
-        now, is_failure = self._clock(), self._finished is None
+        now, is_failure = time.perf_counter(), self._finished is None
         fields |= self._times(now)
         self._span.end(Ended(now, reason, is_failure, self._is_chat, self.entries, fields, self._log))
         self._log |= {"reason": reason, **fields}

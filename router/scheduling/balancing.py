@@ -140,11 +140,6 @@ class Balancer:
         self.loads = Loads()
         self._policy = POLICIES[name](self.loads, random)
 
-    @property
-    def num_up(self) -> int:
-        """How many replicas take requests."""
-        return len(self.loads.up)
-
     def add(self, share: float = 1.0, name: str | None = None) -> int:
         """A new replica, which is not up yet; its number, which is its name where it has no other.
 

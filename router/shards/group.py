@@ -133,7 +133,7 @@ class ShardGroup:
     def check(self) -> None:
         """Raises ShardError when this group is known to be lost."""
         if self._loss is not None:
-            raise self._loss
+            raise self._loss.with_traceback(None)  # which each raise would make longer
 
     def send(self, request: StepRequest) -> None:
         """Hand over the next step, without waiting."""

@@ -255,6 +255,8 @@ class StageConnections:
             self._inbox.put(OSError(f"it announced a message of {num_bytes} bytes"))
         except OSError as error:
             self._inbox.put(error)
+        finally:
+            self._hang_up()
 
 
 def connect_stages(

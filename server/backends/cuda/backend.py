@@ -63,18 +63,17 @@ BEST_KNOWN = (9, 0)
 class CudaBackend(ReferenceBackend):
     """Triton kernels and CUDA graphs. See `protocol.Backend`.
 
-    measures: whether matrix products in 16 bits are computed in the way that this GPU was seen to be fastest at;
-    otherwise in the usual one, and a restart gives the same tokens in bfloat16 too. float32, with which one compares,
-    always is.
+    Matrix products in 16 bits are computed in the way that this GPU was seen to be fastest at; those in float32, with
+    which one compares, in the usual one.
     """
 
     name = "cuda"
     gate = staticmethod(fused_gate)
 
-    def __init__(self, device: Device, dtype: torch.dtype, *, measures: bool = True):
+    def __init__(self, device: Device, dtype: torch.dtype):
         super().__init__(device)
         self.logits = KernelLogits()
-        clock = EventClock(device.torch_device) if measures and dtype != torch.float32 else None
+        clock = EventClock(device.torch_device) if dtype != torch.float32 else None
         self._chooser = Chooser(clock, (RuntimeError, TritonError))
         is_gpu = device.torch_device.type == "cuda"
         capability = torch.cuda.get_device_capability(device.torch_device) if is_gpu else BEST_KNOWN
