@@ -32,7 +32,7 @@ from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
-from server.ranks.relay import MAX_MESSAGE_BYTES, StepStream
+from server.ranks.relay import StepStream, shard_server
 
 # " The little fox walked along the river in the morning sun and found a red ball under the old tree." as the embedded
 # model's tokenizer writes it, one word each: no end token, so that only length and stop sequences end a request.
@@ -312,16 +312,7 @@ class NullService(pb_grpc.ShardServicer):
 async def serving(config: ShardConfig) -> AsyncIterator[NullService]:
     """Serve on the rank's unix socket, which exists while the block runs."""
     service = NullService(config)
-    Path(config.socket_path).unlink(missing_ok=True)
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-        ]
-    )
-    pb_grpc.add_ShardServicer_to_server(service, server)
-    server.add_insecure_port(f"unix://{config.socket_path}")
+    server = shard_server(service, config.socket_path)
     try:
         await service.steps.open()
         await server.start()

@@ -30,7 +30,7 @@ from server.pb import generate_pb2_grpc as pb_grpc
 from server.prefix.mover import Move, Tiers
 from server.prefix.prefix_file import KEY_BYTES
 from server.ranks.collectives import PeerLost
-from server.ranks.relay import MAX_MESSAGE_BYTES, RankPlace, StepStream
+from server.ranks.relay import RankPlace, StepStream, shard_server
 from server.stepping.engine import Engine, Launched, StepResult
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
@@ -402,18 +402,7 @@ def _streamed_reply(times: Times) -> pb.StreamedReply:
 async def serve(service: ShardService, socket_path: str) -> grpc.aio.Server:
     """Start serving on a unix socket, which exists from then on, after that of its steps."""
     await service.steps.open()
-    Path(socket_path).unlink(missing_ok=True)
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-            ("grpc.http2.min_ping_interval_without_data_ms", 500),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ]
-    )
-    pb_grpc.add_ShardServicer_to_server(service, server)
-    server.add_insecure_port(f"unix://{socket_path}")
+    server = shard_server(service, socket_path)
     await server.start()
     return server
 

@@ -23,6 +23,7 @@ import grpc.aio
 
 from router.scheduling.limits import UINT32_MAX, Room
 from router.scheduling.prefix_moves import Move, Moved, TierContents, contents_of, moved_of
+from server.pb import MESSAGE_SIZES
 from server.pb.generate_pb2 import (
     HealthRequest,
     InfoRequest,
@@ -38,8 +39,6 @@ from server.pb.generate_pb2 import StepRequest as StepRequest
 from server.pb.generate_pb2 import StreamedReply as StreamedReply
 from server.pb.generate_pb2_grpc import ShardStub
 
-# The largest message is a step that adds many long prompts: 1 M token ids are about 4 MB. gRPC's own bound is 4 MiB.
-MAX_MESSAGE_BYTES = 64 * 2**20
 HEALTH_DEADLINE_S = 2.0
 PREPARE_DEADLINE_S = 120.0  # of a disk for an adapter, a GB at most
 TIERS_DEADLINE_S = 60.0  # of a disk for a few MB, behind a step that may be a long one
@@ -49,8 +48,7 @@ STREAM_ENDED = (*CONNECTION_ENDED, grpc.StatusCode.INTERNAL)
 SOCKET_POLL_S = 0.05
 REUSED_S = 0.1  # how old an answer about health may be: probes ask every few seconds, and to them this is now
 CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    *MESSAGE_SIZES,
     ("grpc.initial_reconnect_backoff_ms", 50),  # a shard that still loads must not cost a long back-off
     ("grpc.max_reconnect_backoff_ms", 500),
 )

@@ -25,16 +25,25 @@ from typing import cast
 
 import grpc
 
+from server.pb import MAX_MESSAGE_BYTES, MESSAGE_SIZES
 from server.pb import generate_pb2 as pb
+from server.pb import generate_pb2_grpc as pb_grpc
 
 LENGTH_BYTES = 4  # before each message
-# Steps carry prompts of at most a few hundred thousand token ids; a larger message is a mistake.
-MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_LAG = 1  # steps that another rank may be behind rank 0 when rank 0's reply goes out
 POLL_S = 0.05
 MAX_UNANSWERED = 32  # steps on their way to one rank; the router has two under way, or one more than micro-batches
 
 Start = Callable[[pb.StepRequest], "asyncio.Future[pb.StepReply]"]
+
+
+def shard_server(servicer: pb_grpc.ShardServicer, socket_path: str) -> grpc.aio.Server:
+    """What serves a rank on a unix socket once it is started: nobody else can listen there then."""
+    Path(socket_path).unlink(missing_ok=True)
+    server = grpc.aio.server(options=[*MESSAGE_SIZES, ("grpc.so_reuseport", 0)])
+    pb_grpc.add_ShardServicer_to_server(servicer, server)
+    server.add_insecure_port(f"unix://{socket_path}")
+    return server
 
 
 @dataclass(frozen=True)
