@@ -9,6 +9,7 @@ import errno
 import os
 import platform
 import socket
+import stat
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from host import topology
 from host.version import package_version, version
 from launch.config import AUTO, SHARD_COUNTS
-from launch.errors import Refusal, attempt
+from launch.errors import Refusal
 from launch.logs import printable
 from launch.nodes import Layout, Nodes, check_nodes, plan_nodes
 from launch.settings import Settings, flag
@@ -222,19 +223,38 @@ def access_warnings(settings: Settings, listener: socket.socket) -> list[str]:
 
 
 def file_problems(settings: Settings) -> list[str]:
-    """One sentence for each file that a setting names and nobody can use, before anything starts that needs it."""
-    values = settings.values
-    paths = {name: Path(values[name]).expanduser() for name in FILES if values[name]}
-    found = [
-        f"{flag(name)} is {printable(values[name])}, which is no file: check the path"
-        for name, path in paths.items()
-        if not path.is_file()
-    ]
-    if (keys := paths.get("api_keys_file")) is not None and keys.is_file():
+    """One sentence for each file that a setting names and the router could not use, before anything needs it."""
+    values, found = settings.values, []
+    for name in FILES:
+        if values[name]:
+            shown = f"{flag(name)} is {printable(values[name])}"
+            try:
+                _read(name, Path(os.path.expanduser(values[name])), values["api_key"])
+            except FileNotFoundError:
+                found.append(f"{shown}, which is no file: check the path")
+            except OSError as error:
+                found.append(f"{shown}, which cannot be read: {error.strerror}")
+            except UnicodeDecodeError as error:
+                found.append(f"{shown}, which is no text: {error}")
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def _read(name: str, path: Path, api_key: str | None) -> None:
+    """Look at a file as the router will. Raises OSError and ValueError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise FileNotFoundError
+    if name == "api_keys_file":
         from router.accounts import read_keys  # which takes time that few launches need
 
-        attempt(lambda: read_keys(values["api_key"], keys), found.append)
-    return found
+        read_keys(api_key, path)
+    elif name == "tokenizer_config_path" or path.suffix == ".json":
+        from router.text.tokenizer import read_json  # likewise
+
+        read_json(path)
+    else:
+        path.read_text()
 
 
 def storage_problems(settings: Settings, device: str) -> list[str]:

@@ -12,6 +12,7 @@ tokenizer is one long call.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -142,7 +143,7 @@ class RouterCommand:
         """What the router is told to serve; the port that was taken replaces the one that was asked for."""
         port = self.holder.getsockname()[1]
         given = self.settings.pick(RouterConfig) | {"model_id": self.settings.shown_model, "port": port}
-        given |= {name: str(Path(given[name]).expanduser()) for name in FILES if given[name]}
+        given |= {name: os.path.expanduser(given[name]) for name in FILES if given[name]}
         return RouterConfig(
             model_path=str(self.model.path),
             tokenizer_path=str(self.model.tokenizer_path),

@@ -35,7 +35,7 @@ DEFAULT_GUESSES = 4  # where a speculative model proposes as many
 # Of an adapter: what a path, a line of a log and a label of a metric show as it is. A repository's has a slash.
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+-]*(/[A-Za-z0-9_][A-Za-z0-9_.:+-]*)*")
 MOST_ADAPTER_NAME = 128  # characters
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#,]+")  # of a web page, as its browser sends it
+ORIGIN = re.compile(r"null|file://|[a-z][a-z0-9+.-]*://[^\s/?#,]+")  # of a web page, as its browser sends it
 ADAPTER_NAME_RULE = "give 1 to 128 letters, digits and `_.:+-`, with a letter, digit or `_` first and behind each `/`"
 LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_GUESSES = 16  # of one request in a step

@@ -28,7 +28,11 @@ class Findings:
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         """What the action returns; None where it raises, whose sentences are problems then."""
-        return attempt(action, self.problems.append)
+        return attempt(action, self._say)
+
+    def _say(self, problem: str) -> None:
+        if problem not in self.problems:  # of a file that several read
+            self.problems.append(problem)
 
 
 def render(findings: Findings, width: int) -> str:

@@ -6,6 +6,7 @@ Of weights, headers alone are read. What it takes of the machine's memory is com
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,6 @@ from launch.commands.estimate import Estimate, estimate
 from launch.commands.findings import Findings
 from launch.compatibility.docker import Container
 from launch.config import parse_adapters
-from launch.errors import attempt
 from launch.machine import Placement
 from launch.models import Description, find_description, is_offline, name_and_revision, name_problem, other_base
 from launch.settings import Settings
@@ -152,9 +152,7 @@ class ModelCheck:
         """Whether it can be read and writes a plain chat. Where it is not there yet, nothing is said."""
         values = self.settings.values
         config, given = (_if_there(values[name]) for name in ("tokenizer_config_path", "chat_template"))
-        problems = list[str]()
-        template = attempt(lambda: ChatTemplate.load(model.folder, config, given), problems.append)
-        self.findings.problems += (one for one in problems if one not in self.findings.problems)  # of the tokenizer
+        template = self.findings.attempt(lambda: ChatTemplate.load(model.folder, config, given))
         if template is not None and template.named and (refused := asyncio.run(_refusal(template))) is not None:
             self.findings.notes.append(refused)
 
@@ -239,7 +237,8 @@ def _check_speculative_weights(folder: Path) -> None:
 
 def _if_there(path: str | None) -> str | None:
     """The path of a file, or None: that it is not there was said before."""
-    return path if path and Path(path).is_file() else None
+    expanded = os.path.expanduser(path or "")
+    return expanded if os.path.isfile(expanded) else None
 
 
 async def _refusal(template: ChatTemplate) -> str | None:

@@ -201,6 +201,7 @@ def matchers_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer)
             "tokenizer_path": str(path.absolute()),
             "vocab_size": limits.vocab_size,
             "eos_ids": sorted(tokenizer.eos_ids),
+            "special": tokenizer.declared,
         }
     )
 

@@ -61,11 +61,14 @@ class GrammarError(ValueError):
 class Matchers:
     """Makes matchers for one model's tokens.
 
-    tokenizer_path: of tokenizer.json; vocab_size: of the model; eos_ids: tokens that end a text.
+    tokenizer_path: of tokenizer.json; vocab_size: of the model; eos_ids: tokens that end a text; special: tokens that
+    are no text, though tokenizer.json does not say so.
     """
 
-    def __init__(self, tokenizer_path: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._tokenizer = load_tokenizer(tokenizer_path, vocab_size, eos_ids)
+    def __init__(
+        self, tokenizer_path: str, vocab_size: int, eos_ids: Sequence[int], special: Sequence[str] = ()
+    ) -> None:
+        self._tokenizer = load_tokenizer(tokenizer_path, vocab_size, eos_ids, special)
         self._vocab_size = vocab_size
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
@@ -248,10 +251,21 @@ def cause(message: str) -> str:
     return sentence if len(sentence) <= MOST_CHARACTERS_OF_A_CAUSE else sentence[:MOST_CHARACTERS_OF_A_CAUSE] + " …"
 
 
-def load_tokenizer(path: str, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+def _marked(document: dict[str, Any], special: Mapping[str, int | None]) -> str:
+    """A tokenizer that says of these tokens, by their ids, that they are special."""
+    others = [token for token in document.get("added_tokens") or [] if token["content"] not in special]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": id, "content": token, **flags, "special": True} for token, id in special.items() if id is not None]
+    return json.dumps(document | {"added_tokens": sorted([*others, *added], key=lambda token: int(token["id"]))})
+
+
+def load_tokenizer(path: str, vocab_size: int, eos_ids: Sequence[int], special: Sequence[str] = ()) -> LLTokenizer:
     """The model's tokenizer as llguidance needs it: the bytes of every token. Raises ValueError."""
     text = Path(path).read_text(encoding="utf-8")
     tokenizer = Tokenizer.from_str(text)
+    if special:
+        text = _marked(json.loads(text), {token: tokenizer.token_to_id(token) for token in special})
+        tokenizer = Tokenizer.from_str(text)
     size = max(vocab_size, tokenizer.get_vocab_size())
     try:
         return LLTokenizer(text, n_vocab=size, eos_token=list(eos_ids))

@@ -50,6 +50,7 @@ class ModelTokenizer:
     tokenizer: Tokenizer
     special_ids: frozenset[int]  # not part of the generated text
     eos_ids: frozenset[int]
+    declared: tuple[str, ...] = ()  # special tokens of which tokenizer.json does not say so
 
     @classmethod
     def load(
@@ -93,7 +94,7 @@ class ModelTokenizer:
         if added := [token for token in declared if ids[token.content] not in (None, *special)]:
             tokenizer.add_special_tokens(added)
             special.update(id for token in added if (id := ids[token.content]) is not None)
-        return cls(tokenizer, frozenset(special), eos_ids)
+        return cls(tokenizer, frozenset(special), eos_ids, tuple(token.content for token in added))
 
     @cached_property
     def lone_pieces(self) -> LonePieces:

@@ -276,6 +276,13 @@ def test_a_template_is_tried(text: str, told: str | None, tmp_path: Path) -> Non
     assert all(note.startswith(str(told)) for note in found.notes)
 
 
+def test_a_template_in_the_home_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "template.jinja").write_text("{% for")
+    (note,) = check(["--chat-template", "~/template.jinja", "--model-id", str(DEMO)]).notes
+    assert note.startswith("a plain chat is refused, as the chat template is not valid")
+
+
 def test_a_server_that_anyone_can_use_is_told_of(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text('{"keys": [{"name": "alice", "key": "secret"}]}')

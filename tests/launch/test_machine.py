@@ -14,7 +14,7 @@ import pytest
 from launch import machine
 from launch.errors import Refusal
 from launch.flags import read_command_line
-from launch.machine import bind, bind_beside, is_on_loopback, plan_shards, visible_gpus
+from launch.machine import bind, bind_beside, file_problems, is_on_loopback, plan_shards, visible_gpus
 from launch.settings import read_settings
 
 
@@ -238,3 +238,42 @@ def test_port_on_ipv6() -> None:
 def test_who_can_reach_a_port(hostname: str, expected: bool) -> None:
     with bind(hostname, 0) as listener:
         assert expected is is_on_loopback(listener)
+
+
+def problems_of(*words: str) -> list[str]:
+    """What is wrong with the files of a launch."""
+    return file_problems(read_settings(read_command_line(words)[0], {})[0])
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "sentence"),
+    [
+        ("--api-keys-file", b"{", "is not JSON"),
+        ("--tokenizer-config-path", b"{", "is not JSON"),
+        ("--chat-template", b"\xff\xfe", "which is no text"),
+        ("--chat-template", None, "which is no file: check the path"),
+    ],
+)
+def test_files_that_the_router_could_not_use_are_found(
+    option: str, content: bytes | None, sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_bytes(content)
+    (problem,) = problems_of(option, str(path))
+    assert sentence in problem and str(path) in problem
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-at-all/x", "loop"])
+def test_what_cannot_even_be_looked_at_is_one_sentence(name: str, tmp_path: Path) -> None:
+    """Whatever the system says of it: the server whose router it is for runs on."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    given = name if name.startswith("~") else str(tmp_path / name)
+    (problem,) = problems_of("--chat-template", given)
+    assert problem.startswith(f"--chat-template is {given[:40]}") and ", which " in problem
+
+
+def test_a_home_is_where_files_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "template.jinja").write_text("{{ 1 }}")
+    assert [] == problems_of("--chat-template", "~/template.jinja")

@@ -120,6 +120,8 @@ def test_a_value_knows_where_it_is_from() -> None:
             {},
             {"cors_allow_origin": ("https://a.example", "https://b.example", "https://c.example")},
         ),
+        # Pages of files, in the words of two browsers.
+        (["--cors-allow-origin", "null,file://"], {}, {"cors_allow_origin": ("null", "file://")}),
         (["--max-input-tokens", "9"], {}, {"max_input_length": 9}),  # another name of it
         ([], {"MAX_INPUT_TOKENS": "9"}, {"max_input_length": 9}),
     ],
@@ -196,7 +198,14 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of auto, 1, 2, 4, 8"),
         *(
             (["--cors-allow-origin", origin], {}, f"--cors-allow-origin is {origin}: {ORIGINS}")
-            for origin in ("example.org", "https://a.example/", "https://a.example/x", "/x", "https://a.example,b")
+            for origin in (
+                "example.org",
+                "file:///x",
+                "https://a.example/",
+                "https://a.example/x",
+                "/x",
+                "https://a.example,b",
+            )
         ),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
         (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),

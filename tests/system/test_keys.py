@@ -82,5 +82,5 @@ def test_a_file_of_keys_that_cannot_be_used_ends_the_start(tmp_path: Path) -> No
     path.write_text('{"keys": [{"name": "greedy"}]}')
     server = Server("--model-id", "null", "--api-keys-file", str(path))
     code, output = server.wait()
-    assert 1 == code
+    assert 2 == code
     assert "key 1 (greedy): give either `key` or `sha256`" in output

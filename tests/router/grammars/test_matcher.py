@@ -374,3 +374,22 @@ def test_published_schemas_are_compiled_or_refused_for_a_reason(demo: Matchers) 
             refused[path.name] = str(error)
     assert len(refused) < len(schemas)
     assert all(reason and "panic" not in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("is_added", [True, False])
+def test_tokens_that_companions_call_special_are_no_text(is_added: bool, tmp_path: Path) -> None:
+    """As the router takes them: tokenizer.json says nothing of `<s>`, or that it is a word."""
+    document = json.loads((DEMO / "tokenizer.json").read_text())
+    start = next(token for token in document["added_tokens"] if token["content"] == "<s>")
+    if is_added:
+        start["special"] = False
+    else:
+        document["added_tokens"].remove(start)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document))
+    grammar = Grammar(GrammarKind.REGEX, "[<s>]{3}")
+    allowed = [
+        Matchers(str(given), 2048, [2], special).begin(grammar).go_on()["allowed"]
+        for given, special in ((DEMO / "tokenizer.json", ()), (path, ("<s>",)), (path, ()))
+    ]
+    assert 1 not in allowed[0] and allowed[0] == allowed[1] != allowed[2]

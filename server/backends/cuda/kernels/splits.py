@@ -130,13 +130,14 @@ def divide(
 
 def _planned(meta: StepMeta, spare: int, most: int) -> Tensor:
     """The plan of a step, made once for all layers. spare: parts beside one for each sequence; most: of a sequence."""
-    if (plan := meta.plans.get((spare, most))) is None:
-        places = meta.num_decodes + spare
-        plan = torch.empty(PLANNED, places, dtype=torch.int32, device=meta.visible.device)
-        sizes = {"SEQUENCES": triton.next_power_of_2(meta.num_decodes), "PLACES": triton.next_power_of_2(places)}
-        _plan[(1,)](plan, meta.visible, meta.num_decodes, places, WHOLE_SHARE / spare, most, KEYS=PLANNED_KEYS, **sizes)
-        meta.plans[spare, most] = plan
-    return plan
+    if (plan := meta.plans.get((spare, most))) is not None:
+        return plan
+    places = meta.num_decodes + spare
+    plan = torch.empty(PLANNED, places, dtype=torch.int32, device=meta.visible.device)
+    padded = triton.next_power_of_2(meta.num_decodes)  # which says how large both are, and so what is compiled
+    sizes = {"SEQUENCES": padded, "PLACES": triton.next_power_of_2(padded + spare)}
+    _plan[(1,)](plan, meta.visible, meta.num_decodes, places, WHOLE_SHARE / spare, most, KEYS=PLANNED_KEYS, **sizes)
+    return meta.plans.setdefault((spare, most), plan)
 
 
 def combined_at_once(members: int, head_pad: int) -> int:
@@ -144,7 +145,7 @@ def combined_at_once(members: int, head_pad: int) -> int:
     return min(max(COMBINED_ELEMENTS // (members * head_pad), 1), MAX_SPLITS)
 
 
-@triton.jit(do_not_specialize=["sequences", "places", "most"])
+@triton.jit(do_not_specialize=["sequences", "places", "most"], do_not_specialize_on_alignment=["visible"])
 def _plan(
     plan, visible, sequences, places, share, most, KEYS: tl.constexpr, SEQUENCES: tl.constexpr, PLACES: tl.constexpr
 ):
