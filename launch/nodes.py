@@ -22,7 +22,7 @@ from typing import Any
 
 from launch.errors import Refusal
 from launch.processes import child_environment
-from launch.settings import Settings
+from launch.settings import Settings, flag
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
 RESOLVE_S = 1.0
@@ -221,11 +221,15 @@ def check_nodes(settings: Settings, nodes: Nodes, layout: Layout) -> None:
 def node_warnings(settings: Settings, nodes: Nodes, layout: Layout) -> list[str]:
     """Warnings on unprotected traffic, and on settings of traffic that there is none of."""
     if nodes.count == 1:
-        idle = [name for name in ("tls_dir", "trust_network", "node_timeout") if settings.sources[name] != "default"]
-        https = ": clients are served plain HTTP, and for HTTPS a proxy stands before the server"
+        consequences = {
+            "tls_dir": ": clients are served plain HTTP, and for HTTPS a proxy stands before the server",
+            "trust_network": "",
+            "node_timeout": "",
+        }
         return [
-            f"--{name.replace('_', '-')} is about traffic between nodes, and there is one{https * (name == 'tls_dir')}"
-            for name in idle
+            f"{flag(name)} is about traffic between nodes, and there is one{consequence}"
+            for name, consequence in consequences.items()
+            if settings.sources[name] != "default"
         ]
     if nodes.is_local or (nodes.tls_dir and not layout.splits_stages):
         return []

@@ -66,10 +66,10 @@ from router.telemetry.tracing import Tracer
 from router.text.tokenizer import ModelTokenizer
 
 STATIC = Path(__file__).parent / "documentation"
-logger = logging.getLogger(__name__)
-
 NUM_ASIDE = 2  # processes for what clients can make expensive
 CHAT_NICENESS = 5  # of those for chats: a third of a shard's share of a core, for a few milliseconds of each request
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(

@@ -277,8 +277,10 @@ class Batcher:
                 if self._is_draining and not self._live:
                     return None
                 waking = asyncio.ensure_future(self._work.wait())
-                await asyncio.wait({renewing, waking}, return_when=asyncio.FIRST_COMPLETED)
-                waking.cancel()
+                try:
+                    await asyncio.wait({renewing, waking}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waking.cancel()
             return renewing.result()
         finally:
             renewing.cancel()

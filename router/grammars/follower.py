@@ -164,7 +164,7 @@ class Follower:
             try:
                 await self._live()
             except Exception as error:  # all texts depend on this loop: another process is tried
-                logger.exception("the grammar process could not be started, or a reply of it not be used")
+                logger.exception("the grammar process could not be started, or its reply could not be used")
                 self._is_ready = False
                 self._fail_texts(is_from_outside=isinstance(error, OSError))
             if not self._is_ready:

@@ -156,7 +156,9 @@ def warm_up(
     engine.release()  # the profile run's cache is free again
     engine.kv_shape = shape  # that run's longest prompt would not have fitted into a ring
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
-    if not engine.device.measures_memory:
+    if engine.device.measures_memory:
+        host_bytes = 0  # are not the device's
+    else:
         free = max(0, min(free, _beside_a_step(engine, prefill_tokens, fraction)) - host_bytes)
     of_adapters = engine.adapters.budget if engine.adapters is not None else 0
     beside = shape.bytes_of_sequences(sequences) + of_adapters

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +35,9 @@ from router.shards.wire import token_mask
 from router.telemetry.metrics import Metrics, StepTrace
 from router.text.tokenizer import ModelTokenizer
 from tests.router.fake_shards import FakeShardedClient, adapter_seed, allowed_ids, fake_next_token
+from tests.running import ROOT
+
+DEMO = ROOT / "server" / "demo"
 
 EOS = 256  # in byte_tokenizer
 # Of a model with states: blocks from one place where they are kept to the next, and blocks that they take. Of one with
@@ -71,6 +75,19 @@ def word_tokenizer(*words: str) -> ModelTokenizer:
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
     return ModelTokenizer.of(tokenizer, frozenset({len(words)}))
+
+
+def without_mark(token: str, folder: Path, *, is_added: bool) -> Path:
+    """The embedded model's tokenizer.json in a folder, where a special token is an ordinary one, or only a word."""
+    document = json.loads((DEMO / "tokenizer.json").read_text())
+    marked = next(one for one in document["added_tokens"] if one["content"] == token)
+    if is_added:
+        marked["special"] = False
+    else:
+        document["added_tokens"].remove(marked)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(document))
+    return path
 
 
 def make_limits(**overrides: Any) -> Limits:

@@ -240,8 +240,8 @@ def of_completion(body: CompletionRequest, max_n: int, max_prompts: int, candida
     found = prompts(body)
     if not 0 < len(found) <= max_prompts:
         raise ValidationError(f"`prompt` has {len(found)} prompts: give 1 to {max_prompts} (max_client_batch_size)")
-    is_ready = body.add_special_tokens is False
-    asked = (_asked(body, prompt, most if generates else 1, max_n, has_special_tokens=is_ready) for prompt in found)
+    has_them = body.add_special_tokens is False
+    asked = (_asked(body, prompt, most if generates else 1, max_n, has_special_tokens=has_them) for prompt in found)
     asked = (replace(one, num_answers=num_answers, generates=generates) for one in asked)
     # Samples are compared by what the model thinks of them, whatever they were drawn by.
     asked = (replace(one, raw_logprobs=num_answers > (body.n or 1)) for one in asked)

@@ -20,7 +20,7 @@ from router.grammars.matcher import MOST_DRAFTED, GrammarError, Matchers, TextMa
 from router.sandbox import MOST_ANSWER_BYTES
 from router.scheduling.grammar import Continuation, Grammar, GrammarKind, Mask
 from router.text.tokenizer import ModelTokenizer
-from tests.router.doubles import byte_tokenizer, word_tokenizer
+from tests.router.doubles import byte_tokenizer, without_mark, word_tokenizer
 from tests.running import ROOT
 from tests.system.schemas import random_schema
 
@@ -379,14 +379,7 @@ def test_published_schemas_are_compiled_or_refused_for_a_reason(demo: Matchers) 
 @pytest.mark.parametrize("is_added", [True, False])
 def test_tokens_that_companions_call_special_are_no_text(is_added: bool, tmp_path: Path) -> None:
     """As the router takes them: tokenizer.json says nothing of `<s>`, or that it is a word."""
-    document = json.loads((DEMO / "tokenizer.json").read_text())
-    start = next(token for token in document["added_tokens"] if token["content"] == "<s>")
-    if is_added:
-        start["special"] = False
-    else:
-        document["added_tokens"].remove(start)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(document))
+    path = without_mark("<s>", tmp_path, is_added=is_added)
     grammar = Grammar(GrammarKind.REGEX, "[<s>]{3}")
     allowed = [
         Matchers(str(given), 2048, [2], special).begin(grammar).go_on()["allowed"]

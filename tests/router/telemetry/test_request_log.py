@@ -60,21 +60,21 @@ async def test_every_request_that_is_over_has_one_line(caplog: pytest.LogCapture
 
 
 async def test_times_of_requests_that_were_cut_are_there_too(caplog: pytest.LogCaptureFixture) -> None:
-    limits = make_limits(max_batch_size=1)
-    slow = fake_shards(limits, step_delay_s=0.1)
+    """Of one that was computed, and of one that only waited."""
+    slow = fake_shards(make_limits(max_batch_size=1), step_delay_s=3600)
     async with logging_site(caplog, shards=slow, max_batch_size=1) as (it, lines):
-        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 50}}
-        cut = {"x-request-timeout-ms": "1000"}
-        running = asyncio.create_task(it.http.post("/generate", json=body, headers=cut))
-        while not it.shards.live_ids:
-            await asyncio.sleep(0)
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}}
         late = {"x-request-timeout-ms": "200"}
-        assert 504 == (await it.http.post("/generate", json=body, headers=late)).status_code
-        assert 504 == (await running).status_code
-    waited, ran = lines
-    assert ("timeout", "timeout") == (waited["reason"], ran["reason"])
-    assert waited["total_ms"] >= waited["queue_ms"] > 100 and "first_token_ms" not in waited
-    assert ran["total_ms"] > ran["first_token_ms"] > 0
+        running = asyncio.create_task(it.http.post("/generate", json=body, headers=late))
+        while not slow.live_ids and not running.done():
+            await asyncio.sleep(0)
+        answers = await asyncio.gather(running, it.http.post("/generate", json=body, headers=late))
+        assert [504, 504] == [answer.status_code for answer in answers]
+    for line in lines:
+        assert "timeout" == line["reason"] and "first_token_ms" not in line
+        assert 0 <= line["validation_ms"] <= line["total_ms"] and 0 <= line["queue_ms"] <= line["total_ms"]
+    waited = lines[1]
+    assert abs(waited["validation_ms"] + waited["queue_ms"] - waited["total_ms"]) <= 2  # each is rounded
 
 
 async def test_probes_have_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,3 +224,17 @@ async def test_a_client_that_goes_away_is_a_line(caplog: pytest.LogCaptureFixtur
         writer.close()
         await it.all_free()
     assert [(499, "cancelled", 3)] == chosen(lines, "status", "reason", "prompt_tokens")
+
+
+async def test_a_stream_that_is_left_has_the_time_of_its_first_token(caplog: pytest.LogCaptureFixture) -> None:
+    shards = fake_shards(make_limits(), step_delay_s=0.01)
+    body = b'{"inputs": "abc", "parameters": {"max_new_tokens": 60}}'
+    async with logging_site(caplog, shards=shards) as (it, lines):
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(b"POST /generate_stream HTTP/1.1\r\n" + head.encode() + body)
+        await reader.readuntil(b"data:")
+        writer.close()
+        await it.all_free()
+    assert [("cancelled", 3)] == chosen(lines, "reason", "prompt_tokens")
+    assert 0 <= lines[0]["first_token_ms"] <= lines[0]["total_ms"]

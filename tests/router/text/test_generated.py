@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from router.text.generated import ENDS_OF_THE_MODEL, Detokeniser, Ends, FinishReason, GeneratedText
 from router.text.tokenizer import REPLACEMENT, LonePieces, ModelTokenizer
-from tests.router.doubles import EOS, byte_tokenizer, bytes_to_characters, word_tokenizer
+from tests.router.doubles import EOS, byte_tokenizer, bytes_to_characters, without_mark, word_tokenizer
 from tests.running import ROOT
 
 DEMO = ROOT / "server" / "demo"
@@ -353,13 +353,7 @@ def test_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_added", [True, False])
 def test_what_companions_call_special_is(declared: dict[str, Any], file: str, is_added: bool, tmp_path: Path) -> None:
     """Though tokenizer.json says nothing of it: it is one token of a prompt, and not in the text of an answer."""
-    tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
-    end = next(token for token in tokenizer["added_tokens"] if token["content"] == "</s>")
-    if is_added:
-        end["special"] = False
-    else:
-        tokenizer["added_tokens"].remove(end)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    without_mark("</s>", tmp_path, is_added=is_added)
     (tmp_path / file).write_text(json.dumps(declared | {"pad_token": "."}))
     loaded = ModelTokenizer.load(str(tmp_path))
     usual = ModelTokenizer.load(str(DEMO))

@@ -2,8 +2,8 @@
 """Attend one query per sequence, split over the keys (Flash-Decoding), and store its key and value on the way.
 
 A program owns one sequence, one kv head and one part of the sequence's keys (`splits.py`). Where the step's own keys
-and values are given, that of the first part rotates the new key, stores it with its value and takes
-both from its registers: what one program stores, no other reads in the same launch, so none has to wait.
+and values are given, that of the first part rotates the new key, stores it with its value and takes both from its
+registers: what one program stores, no other reads in the same launch, so none has to wait.
 
 Heads that share a kv head are computed together by matrix products, padded to 16 rows, the least that the GPU's matrix
 units take. A head of its own would waste 15 of them: there, products are summed elementwise, which a decode can afford

@@ -122,6 +122,7 @@ def divide(
         plan, splits = None, choose_splits(sequences * programs, processors, tiles, rows)
         if splits == 1:
             return Division((sequences, programs, 1))
+        assert sequences * programs <= len(processors.arrivals)
         places = sequences * splits
     parts = torch.empty(places, heads, width, dtype=torch.float32, device=meta.visible.device)
     log_sums = torch.empty(places, heads, dtype=torch.float32, device=meta.visible.device)
@@ -252,11 +253,9 @@ def finish_part(
     total = tl.maximum(total, 1.0)  # the best key counts 1, so that less means none
     target = out + (sequence * HEADS + heads) * HEAD_DIM + features
     if parts is None:
-        whole = with_sink(total, sinks, heads, heads < end_head, best)
-        tl.store(target, (acc / whole).to(out.dtype.element_ty), mask=kept)
+        _write(target, acc, with_sink(total, sinks, heads, heads < end_head, best), kept)
     elif used == 1:
-        whole = with_sink(total, sinks, heads, heads < end_head, best)
-        tl.store(target, (acc / whole).to(out.dtype.element_ty), mask=kept & (part == 0))
+        _write(target, acc, with_sink(total, sinks, heads, heads < end_head, best), kept & (part == 0))
     elif part < used:
         first_part, meeting = _others(plan)
         row = (first_part + part).to(tl.int64) * HEADS + heads
@@ -312,6 +311,11 @@ def _combine(
     best_of_all = tl.max(best, axis=0, keep_dims=True)
     share = tl.exp2(best - best_of_all)
     total_of_all = with_sink(tl.sum(total * share, axis=0, keep_dims=True), sinks, heads, is_head, best_of_all)
-    mean = tl.sum(acc * share, axis=0, keep_dims=True) / total_of_all
     target = out + (sequence * HEADS + heads) * HEAD_DIM + features
-    tl.store(target, mean.to(out.dtype.element_ty), mask=is_head & (features < HEAD_DIM))
+    _write(target, tl.sum(acc * share, axis=0, keep_dims=True), total_of_all, is_head & (features < HEAD_DIM))
+
+
+@triton.jit
+def _write(target, acc, total, kept):
+    """Sums of values, divided by those of their weights."""
+    tl.store(target, (acc / total).to(target.dtype.element_ty), mask=kept)
