@@ -284,7 +284,7 @@ class NullService(pb_grpc.ShardServicer):
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
         """The ordered stream of steps."""
-        async for reply in self.steps.run(requests, context):
+        async for reply in self.steps.run(requests):
             yield reply
 
     def _start(self, request: pb.StepRequest) -> asyncio.Future[pb.StepReply]:

@@ -293,7 +293,7 @@ class ShardService(pb_grpc.ShardServicer):
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
         """The ordered stream of steps: reply k answers request k, and carries an error where step k failed."""
-        async for reply in self.steps.run(requests, context):
+        async for reply in self.steps.run(requests):
             yield reply
 
     def _start(self, request: pb.StepRequest) -> asyncio.Task[pb.StepReply]:

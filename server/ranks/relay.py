@@ -57,12 +57,13 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long rank 0 waits for another, in seconds."""
+    """How long rank 0 waits for another, and for the router, in seconds."""
 
     connect: float = 10.0  # the router begins when all ranks serve, so their sockets are there
     agreement: float = 10.0  # ranks report one step's error within one step of each other; one that hangs never does
     cause: float = 0.5  # the end of a rank is known at once; that others lost it may be known a moment earlier
     lag: float = 120.0  # as in a collective: far longer than any step
+    leave: float = 10.0  # for the router to end a stream that has failed
 
 
 class _Messages(asyncio.Protocol):
@@ -212,42 +213,45 @@ class StepStream:
         for end in (*self._followers, *self._links):
             end.close()
 
-    async def run(
-        self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.StepReply]:
-        """Answer the router's stream of steps, of which there may be one after another; refused but on rank 0."""
-        if self.rank:
-            sentence = f"steps reach rank {self.rank} through rank 0"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-        if (failure := await self._connect()) is not None:
-            yield failure
-            return
+    async def run(self, requests: AsyncIterator[pb.StepRequest]) -> AsyncIterator[pb.StepReply]:
+        """Answer the router's stream of steps, of which there may be one after another; refused but on rank 0.
+
+        Behind a failure the router ends the stream: of one that ends while it writes, gRPC gives it no reply any more.
+        """
+        failure = await self._refusal()
         started: asyncio.Queue[tuple[int, asyncio.Future[pb.StepReply]] | None] = asyncio.Queue()
         self._first = self._number + 1
 
         async def read() -> None:
             try:
                 async for request in requests:
-                    await self._room()
-                    started.put_nowait((number := self._pass_on(request), own := self._start(request)))
-                    own.add_done_callback(partial(self._note, number))
+                    if failure is None:
+                        await self._room()
+                        started.put_nowait((number := self._pass_on(request), own := self._start(request)))
+                        own.add_done_callback(partial(self._note, number))
             finally:
                 started.put_nowait(None)
 
         reader = asyncio.create_task(read())
         try:
-            while (step := await started.get()) is not None:
+            while failure is None and (step := await started.get()) is not None:
                 reply = await self._agreed(*step)
-                yield reply
                 if reply.HasField("failed_rank"):
-                    return
+                    failure = reply
+                else:
+                    yield reply
+            if failure is not None:
+                yield failure
+                await asyncio.wait((reader,), timeout=self._deadlines.leave)
         finally:
             reader.cancel()
 
     # -------------------------------------------------------------------------------------------- on the way out
 
-    async def _connect(self) -> pb.StepReply | None:
-        """Dial the ranks that were not dialled yet; the failure if one of them cannot be."""
+    async def _refusal(self) -> pb.StepReply | None:
+        """Why no step can be taken. Ranks that were not dialled yet are."""
+        if self.rank:
+            return _failure_of(self.rank, f"steps reach rank {self.rank} through rank 0")
         async with self._dialling:
             for other in self._links:
                 try:

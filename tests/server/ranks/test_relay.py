@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import uvloop
 
+from router.shards.client import ShardClient, ShardError
 from server.pb import generate_pb2 as pb
-from server.ranks.relay import LENGTH_BYTES, MAX_UNANSWERED, Deadlines, StepStream
+from server.pb import generate_pb2_grpc as pb_grpc
+from server.ranks.relay import LENGTH_BYTES, MAX_UNANSWERED, Deadlines, StepStream, shard_server
 
 HOLD = "hold"  # a step that is never done
 ENDED = "its connection ended"
-SHORT = Deadlines(connect=0.2, agreement=0.2, cause=0.1, lag=0.2)
-PATIENT = Deadlines(connect=5, agreement=5, cause=5, lag=5)  # longer than a test that passes
+SHORT = Deadlines(connect=0.2, agreement=0.2, cause=0.1, lag=0.2, leave=0.05)
+PATIENT = Deadlines(connect=5, agreement=5, cause=5, lag=5, leave=0.05)  # longer than a test that passes
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Ranks:
         """Open a stream with these steps in it."""
         self.requests = asyncio.Queue()
         self.send(*steps)
-        return self.streams[0].run(self._sent(self.requests), None)  # type: ignore[arg-type]
+        return self.streams[0].run(self._sent(self.requests))
 
     def send(self, *steps: int) -> None:
         for step in steps:
@@ -313,6 +316,48 @@ def test_a_rank_that_ended_between_steps_is_named_with_the_next(tmp_path: Path) 
         assert (1, ENDED) == await failure(ranks.run(3))
 
     play(story, tmp_path, {}, {}, {})
+
+
+def test_a_router_that_still_sends_steps_learns_the_cause(tmp_path: Path) -> None:
+    """gRPC gives no reply of a stream any more that has ended under what is sent."""
+
+    class Rank(pb_grpc.ShardServicer):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+            self.stream = StepStream(0, [], self.start)
+
+        def start(self, request: pb.StepRequest) -> asyncio.Future[pb.StepReply]:
+            self.steps.append(request.step)
+            reply: asyncio.Future[pb.StepReply] = asyncio.get_running_loop().create_future()
+            reply.set_result(fatal(0, "the cause") if request.step == 2 else pb.StepReply(step=request.step))
+            return reply
+
+        async def Run(
+            self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
+        ) -> AsyncIterator[pb.StepReply]:
+            async for reply in self.stream.run(requests):
+                yield reply
+
+    async def story() -> None:
+        rank = Rank()
+        server = shard_server(rank, str(tmp_path / "rank-0"))
+        await server.start()
+        client = ShardClient(0, str(tmp_path / "rank-0"))
+        try:
+            client.send(pb.StepRequest(step=1))
+            client.send(pb.StepRequest(step=2))
+            assert 1 == (await client.receive()).step
+            await asyncio.sleep(0.05)  # the failure has come
+            client.send(pb.StepRequest(step=3))
+            await asyncio.sleep(0.05)  # so has this, and starts nothing
+            with pytest.raises(ShardError, match="the cause"):
+                await client.receive()
+            assert [1, 2] == rank.steps
+        finally:
+            await client.close()
+            await server.stop(0)
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_a_rank_without_a_socket_is_named(tmp_path: Path) -> None:
