@@ -273,7 +273,7 @@ class Masks:
         self._vocabulary = vocabulary
         rows = [(row, one) for row, one in enumerate(allowed) if one is not None]
         listed = [(row, one.ids) for row, one in rows if one.ids is not None]
-        mine = [(row, id - vocabulary.start) for row, ids in listed for id in ids if vocabulary.has(id)]
+        mine = [(row, token - vocabulary.start) for row, ids in listed for token in ids if vocabulary.has(token)]
         self._listed_rows = device.upload([row for row, _ in listed])
         self._listed = device.upload([row for row, _ in mine]), device.upload([column for _, column in mine])
         packed = [(row, one.bits) for row, one in rows if one.bits is not None]
