@@ -11,18 +11,18 @@ from benchmark.process import run_limited
 
 
 @pytest.mark.parametrize(
-    ("program", "word"),
+    ("program", "seconds", "word"),
     [
-        ("pass", "done"),
-        ("raise SystemExit(3)", "failed with 3"),
-        ("import os; os.kill(os.getpid(), 6)", "crashed by SIGABRT"),
-        ("import os; os.kill(os.getpid(), 40)", "crashed by signal 40"),
-        ("import time; time.sleep(600)", "cut after 5 s"),
+        ("pass", 60.0, "done"),
+        ("raise SystemExit(3)", 60.0, "failed with 3"),
+        ("import os; os.kill(os.getpid(), 6)", 60.0, "crashed by SIGABRT"),
+        ("import os; os.kill(os.getpid(), 40)", 60.0, "crashed by signal 40"),
+        ("import time; time.sleep(600)", 5.0, "cut after 5 s"),
     ],
 )
-def test_what_became_of_a_command_is_a_word(tmp_path: Path, program: str, word: str) -> None:
+def test_what_became_of_a_command_is_a_word(tmp_path: Path, program: str, seconds: float, word: str) -> None:
     with (tmp_path / "log").open("wb") as log:
-        assert word == run_limited((sys.executable, "-c", program), {}, log.fileno(), 5.0)
+        assert word == run_limited((sys.executable, "-c", program), {}, log.fileno(), seconds)
 
 
 def test_a_path_may_look_like_a_variable(tmp_path: Path) -> None:

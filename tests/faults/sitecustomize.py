@@ -7,7 +7,8 @@ collect its garbage and give free memory back to the system.
 LOCKSTEP_TEST_ANSWERS names a JSON file with prompts and answers, pairs of token ids: shards compute what they always
 do, and then tell these tokens. LOCKSTEP_TEST_GUESSES names a file with the number of guesses that each sequence gets in
 each step, as far as it has any and whatever they cost, or `auto`; where it is a number, a speculative model is asked
-in each step. Python imports this module by its name at every start.
+in each step. Where LOCKSTEP_TEST_KEEPS_PRIORITY is set, the processes that the router starts, for chats and grammars,
+keep its priority. Python imports this module by its name at every start.
 """
 
 from __future__ import annotations
@@ -94,6 +95,14 @@ def _give_back(*_: object) -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def _keep_priority() -> None:
+    from host import process
+
+    process.lower_priority = lambda niceness: None
+
+
+if os.environ.get("LOCKSTEP_TEST_KEEPS_PRIORITY") and {"router.sandbox", "router.grammars"} & {*sys.orig_argv}:
+    _keep_priority()
 if "router" in sys.orig_argv:
     signal.signal(signal.SIGUSR2, _give_back)
     if "LOCKSTEP_TEST_GUESSES" in os.environ:

@@ -42,6 +42,12 @@ LLAMA = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def aside_is_no_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tries chat templates has the priority of the tests: a busy machine gives the lowest next to no time."""
+    monkeypatch.setattr("router.sandbox.pool.NICENESS", 0)
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """The folder of a small model with rotary positions and no weights."""

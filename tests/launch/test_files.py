@@ -27,8 +27,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 LAUNCH = """
 import os
-from launch.files import private_folder
-made = private_folder()
+from launch import files
+files.SOCKET_PATH_BYTES = 4096
+made = files.private_folder()
 folder = made.__enter__()
 (folder / "group-1").mkdir()
 (folder / "group-1" / "shard-0.json").write_text("{}")
@@ -40,10 +41,15 @@ os.kill(os.getpid(), 9)
 def leave_behind(temporary: Path) -> Path:
     """The folder of a launch that was killed."""
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCH], cwd=ROOT, env=os.environ | {"TMPDIR": "/tmp"}, capture_output=True, text=True
+        [sys.executable, "-c", LAUNCH],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
     )
     made = Path(done.stdout.strip())
-    return made.rename(temporary / made.name)
+    assert temporary == made.parent
+    return made
 
 
 def test_nobody_else_may_enter_whatever_the_umask() -> None:

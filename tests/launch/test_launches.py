@@ -13,7 +13,18 @@ import pytest
 
 from launch.errors import Refusal
 from launch.machine import bind
-from tests.launch.stand_ins import HTTP_ROUTER, LAUNCH, PRELUDE, SHARD, Start, end, eventually, is_alive, wait_for
+from tests.launch.stand_ins import (
+    HTTP_ROUTER,
+    LAUNCH,
+    PRELUDE,
+    SHARD,
+    Start,
+    after,
+    end,
+    eventually,
+    is_alive,
+    wait_for,
+)
 from tests.running import children_of
 
 
@@ -124,12 +135,15 @@ def test_port_closes_while_the_router_drains(launch: Start) -> None:
         connect(port)
 
 
-def test_nobody_can_take_the_port_while_no_router_lives(launch: Start) -> None:
-    process = launch(
-        "--hostname=127.0.0.1", "--port=0", router=HTTP_ROUTER.replace("event=", "pid=os.getpid(), event=")
-    )
+def test_nobody_can_take_the_port_while_no_router_lives(launch: Start, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    waiting = HTTP_ROUTER.replace("listener.listen()\n", f"{after(go)}listener.listen()\n")
+    router = waiting.replace("event=", "pid=os.getpid(), event=")
+    go.touch()
+    process = launch("--hostname=127.0.0.1", "--port=0", router=router)
     port, log = ready(process)
     for delay in ("", " in 1 s"):
+        go.unlink()
         os.kill(int(log.split("pid=")[-1].split()[0]), signal.SIGKILL)
         wait_for(process, f"it is started again{delay},")
         with pytest.raises(Refusal, match="is taken"):
@@ -137,9 +151,9 @@ def test_nobody_can_take_the_port_while_no_router_lives(launch: Start) -> None:
         with pytest.raises(OSError, match="in use"), socket.socket() as squatter:
             squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             squatter.bind(("0.0.0.0", port))
-        if delay:
-            with pytest.raises(ConnectionRefusedError):
-                connect(port)
+        with pytest.raises(ConnectionRefusedError):
+            connect(port)
+        go.touch()
         log = wait_for(process, "Lockstep is ready at ")
         assert b"hello" == connect(port)
     process.terminate()

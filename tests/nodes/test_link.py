@@ -191,6 +191,7 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkey
     for end in silent:  # two are closed at once, two after their time
         assert b"" == end.recv(1)
         end.close()
+    monkeypatch.setattr("server.link.link.HANDSHAKE_S", 60.0)
     assert b"connected" in greet(here.address, b"hello\n")
 
 
@@ -254,8 +255,12 @@ def test_several_addresses_together_keep_out_no_other(node: Make) -> None:
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_many_of_the_cluster_s_own_at_once_wait_for_each_other(node: Make, tmp_path: Path, is_encrypted: bool) -> None:
+def test_many_of_the_cluster_s_own_at_once_wait_for_each_other(
+    node: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
+) -> None:
     """While a stranger of another address dials without rest, and says nothing or what is wrong."""
+    monkeypatch.setattr("server.link.link.DIAL_S", 60.0)
+    monkeypatch.setattr("server.link.link.HANDSHAKE_S", 60.0)
     folder = write_certificates(tmp_path / "tls") if is_encrypted else None
     here, there = node(folder), node(folder)
     here.obey({SHARD: 1}, here, there)

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx2
 
-from tests.running import ROOT, Server
+from tests.running import PATIENCE_S, ROOT, Server
 
 KEYS = ("one", "other")
 JOB = "job"
@@ -152,6 +152,14 @@ def lines_done(path: Path) -> Counter[str]:
     return found
 
 
+def wait_for_line(job: subprocess.Popen[bytes], path: Path) -> None:
+    """Until one of the job's lines is done."""
+    until = time.monotonic() + PATIENCE_S
+    while not path.exists() or b"\n" not in path.read_bytes():
+        assert job.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+
+
 async def storm(server: Server, minutes: float, seed: int) -> tuple[Clients, Counter[str]]:
     """Clients and faults at once; what the clients saw, and the faults."""
     clients = Clients(server.url)
@@ -184,6 +192,7 @@ def main() -> int:
                 (*command, *files), env=os.environ | {"API_KEY": f"{JOB}-secret"}, stderr=subprocess.DEVNULL
             )
             try:
+                wait_for_line(job, folder / "out.jsonl")
                 clients, faults = asyncio.run(storm(server, args.minutes, args.seed))
             finally:
                 job.terminate()

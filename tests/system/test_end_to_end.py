@@ -180,9 +180,9 @@ def test_the_129th_request_is_refused_at_once_and_the_others_go_on(server: Serve
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
             before = server.metrics().get(ADMITTED, 0)
-            long = body("Once upon a time", max_new_tokens=400)  # a story of more than a hundred tokens
+            long = body("Once upon a time", max_new_tokens=400, ignore_eos=True)
             running = [asyncio.create_task(client.post(f"{server.url}/generate", json=long)) for _ in range(128)]
-            while server.metrics()[ADMITTED] < before + 128:
+            while (await asyncio.to_thread(server.metrics))[ADMITTED] < before + 128:
                 await asyncio.sleep(0.05)
             refused = await client.post(f"{server.url}/generate", json=GREEDY)
             still_running = sum(not request.done() for request in running)
@@ -215,13 +215,14 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, route: str) -> No
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
-    with Server("--num-shard", "2", "--dtype", "float32") as server:
+    flags = ("--dtype", "float32", "--graceful-termination-timeout", str(PATIENCE_S))
+    with Server("--num-shard", "2", *flags) as server:
         children = server.children()
         answers: list[httpx2.Response] = []
-        long = body("Once upon a time", max_new_tokens=150, do_sample=True, temperature=2.0, details=True)
+        long = body("Once upon a time", max_new_tokens=600, do_sample=True, temperature=2.0, ignore_eos=True)
         clients = [
             threading.Thread(
-                target=lambda: answers.append(httpx2.post(f"{server.url}/generate", json=long, timeout=120))
+                target=lambda: answers.append(httpx2.post(f"{server.url}/generate", json=long, timeout=PATIENCE_S))
             )
             for _ in range(8)
         ]

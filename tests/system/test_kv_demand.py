@@ -156,7 +156,7 @@ def check_tokens_stay(own: Sequence[str], flags: Sequence[str], num_kills: int) 
     assert not [answer for answer in expected if "error" in answer]
     assert expected == got
     assert metrics["tgi_kv_preempted"] and not metrics["tgi_queue_size"]
-    assert bool(num_kills) == bool(metrics["tgi_shards_recovery_count"])
+    assert not num_kills or metrics["tgi_shards_recovery_count"] >= 1  # a busy machine may cost some without kills
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from tests.host.test_output import small_disk
-from tests.running import ROOT, Server, body, kill_group
+from tests.running import PATIENCE_S, ROOT, Server, body, kill_group
 
 NULL = ("--hostname", "127.0.0.1", "--port", "0", "--device", "cpu", "--model-id", "null")
 
@@ -34,7 +34,7 @@ def fill(path: Path) -> None:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60  # a bound of liveness
+    limit = time.monotonic() + PATIENCE_S  # a bound of liveness
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
@@ -71,7 +71,7 @@ def test_a_full_log_disk_stalls_no_request_and_logging_goes_on_once_there_is_roo
                 (disk / "rest").unlink()
                 assert {200} == ask(client, 1)
             process.send_signal(signal.SIGTERM)
-            assert 0 == process.wait(timeout=60)
+            assert 0 == process.wait(timeout=PATIENCE_S)
         finally:
             kill_group(process)
         lines = log.read_text().splitlines()

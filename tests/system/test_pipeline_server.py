@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.running import ROOT, Server
+from tests.running import PATIENCE_S, ROOT, Server
 from tests.system.survival import SIGNALS, Answer, answers_of, mixed_requests, signals, survive
 
 FLOAT32 = ("--dtype", "float32")
@@ -42,6 +42,6 @@ def test_stages_answer_as_one_process_and_survive_kills(flags: Sequence[str], ex
 
 def test_more_stages_than_layers_are_refused() -> None:
     command = [sys.executable, "launcher.py", "--pipeline-parallel", "9", "--port", "0", "--device", "cpu"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert "--pipeline-parallel is 9, but the model has 4 layers, and each stage needs one: use" in ended.stderr

@@ -27,9 +27,8 @@ def test_web_pages_of_others_get_nothing(server: Server) -> None:
     assert rebound.status_code == 421
     assert_is_clean_answer(rebound.headers["content-type"], rebound.content)
     for host in ("localhost", "127.0.0.1:1", "[::1]"):
-        answer = httpx2.post(
-            url, json=body("a", max_new_tokens=1), headers={"host": host, "origin": "http://a.example"}
-        )
+        headers = {"host": host, "origin": "http://a.example"}
+        answer = httpx2.post(url, json=body("a", max_new_tokens=1), headers=headers, timeout=60)
         assert answer.status_code == 200
         assert "access-control-allow-origin" not in answer.headers
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 from router.scheduling.request import ValidRequest
 from router.shards.client import ShardedClient
 from router.shards.wire import new_sequence, step_request
@@ -19,7 +21,7 @@ from tests.running import ROOT
 
 DEMO = str(ROOT / "server" / "demo")
 SEQUENCES = 32
-STEPS = 200
+SERIES, STEPS = 10, 60
 MOST = 1.3  # times the cost at one shard
 
 
@@ -63,14 +65,14 @@ async def cost(shards: ShardedClient, step: int) -> float:
 
 
 async def compare(one: ShardedClient, eight: ShardedClient) -> float:
-    """Cost at 8 shards over that at 1, the least of three series.
+    """Cost at 8 shards over that at 1, the least of all series.
 
     The two take turns at every step, because a step costs more when it is waited for longer and caches have gone cold:
     eight ranks on two cores take longer, whoever passes the steps on.
     """
     ratios = []
     await asyncio.gather(begin(one), begin(eight))
-    for first in range(2, 2 + 3 * STEPS, STEPS):
+    for first in range(2, 2 + SERIES * STEPS, STEPS):
         costs = [(await cost(one, step), await cost(eight, step)) for step in range(first, first + STEPS)]
         at_one, at_eight = (median(series) for series in zip(*costs, strict=True))
         print(f"{1e3 * at_one:.3f} ms a step at 1 shard, {1e3 * at_eight:.3f} at 8: {at_eight / at_one:.2f} x")
@@ -78,6 +80,7 @@ async def compare(one: ShardedClient, eight: ShardedClient) -> float:
     return min(ratios)
 
 
+@pytest.mark.alone
 def test_a_step_costs_the_same_whatever_the_number_of_shards(tmp_path: Path) -> None:
     async def run(one_path: list[str], eight_paths: list[str]) -> float:
         one, eight = ShardedClient(one_path), ShardedClient(eight_paths)

@@ -17,14 +17,13 @@ import pytest
 from tests.running import Server
 from tests.system.test_survival import again, answer, read_log
 
+FLAGS = ("--model-id", "null", "--num-shard", "2", "--graceful-termination-timeout", "300")
+
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     """Two ranks of the null model, whose log is kept."""
-    with (
-        Server("--model-id", "null", "--num-shard", "2", "--graceful-termination-timeout", "300") as server,
-        logged(server),
-    ):
+    with Server(*FLAGS) as server, logged(server):
         yield server
 
 
@@ -181,19 +180,20 @@ def test_a_router_that_is_stopped_holds_up_no_end(server: Server) -> None:
 
 
 @pytest.mark.rest
-def test_a_server_that_is_stopped_while_its_router_leaves_lets_requests_finish(server: Server) -> None:
-    url = f"{server.url}/generate_stream"
+def test_a_server_that_is_stopped_while_its_router_leaves_lets_requests_finish() -> None:
     request = {"inputs": "a", "parameters": {"max_new_tokens": 4000, "do_sample": False}}
-    with httpx2.stream("POST", url, json=request, timeout=120) as response:
-        lines = response.iter_lines()
-        next(lines)
-        server.stop(signal.SIGUSR1)
-        log_has(server, "SIGUSR1: the router is restarted")
-        server.stop(signal.SIGTERM)
-        log_has(server, "SIGTERM: running requests may finish")
-        *_, last = (line for line in lines if line)
-    assert json.loads(last.removeprefix("data:"))["generated_text"]
-    assert 0 == server.process.wait(timeout=120)
+    with Server(*FLAGS, "--null-step-ms", "2") as server, logged(server):  # the stream outlasts both signals
+        url = f"{server.url}/generate_stream"
+        with httpx2.stream("POST", url, json=request, timeout=120) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.stop(signal.SIGUSR1)
+            log_has(server, "SIGUSR1: the router is restarted")
+            server.stop(signal.SIGTERM)
+            log_has(server, "SIGTERM: running requests may finish")
+            *_, last = (line for line in lines if line)
+        assert json.loads(last.removeprefix("data:"))["generated_text"]
+        assert 0 == server.process.wait(timeout=120)
 
 
 @pytest.mark.rest

@@ -104,10 +104,13 @@ def test_a_rank_that_answers_late_is_waited_for(server: Server, fault: Path) -> 
         fault.write_text("1 0.8")
         while fault.exists():
             await asyncio.sleep(0.05)
+        met_at.append(len(server.lines))
         await asyncio.sleep(1.5)
 
-    _, log = disturbed(server, meet)
-    assert "lost the model shards" not in log
+    met_at: list[int] = []
+    disturbed(server, meet)
+    # On a busy machine another rank may be late enough to be lost.
+    assert "lost the model shards: shard 1: " not in "".join(server.lines[met_at[0] :])
 
 
 @pytest.mark.rest
@@ -139,7 +142,8 @@ def test_health_says_no_while_there_are_no_shards(server: Server) -> None:
                     assert 503 == answer.status_code
                     said.append(answer.json()["error"])
                 await asyncio.sleep(0.01)
-        assert all(sentence.startswith("unhealthy: ") and "shard 0: " in sentence for sentence in said)
+        assert all(sentence.startswith("unhealthy: ") for sentence in said)
+        assert all("shard 0: " in sentence for sentence in said if "are being started again" in sentence)
         await recovery_after(server, count)
 
     disturbed(server, kill)
@@ -271,7 +275,8 @@ def last_event(server: Server, rank: int) -> str:
 
 @pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.rest)])
 def test_where_nobody_starts_shards_again_every_stream_is_told(rank: int) -> None:
-    with Server("--model-id", "null", "--num-shard", "8", "--max-deaths", "0") as server:
+    slow = ("--null-step-ms", "5")  # the kill comes before the last token
+    with Server("--model-id", "null", *slow, "--num-shard", "8", "--max-deaths", "0") as server:
         assert f"shard {rank} stopped: killed by signal 9" in last_event(server, rank)
         code, output = server.wait()
     assert 1 == code

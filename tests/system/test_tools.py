@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.running import Server
+from tests.running import PATIENCE_S, Server
 
 PARAMETERS = {
     "type": "object",
@@ -49,7 +49,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 def answered(server: Server, **changes: Any) -> list[dict[str, Any]]:
     """The choices of an answer."""
-    answer = httpx2.post(f"{server.url}/v1/chat/completions", json={**ASKED, **changes}, timeout=60)
+    answer = httpx2.post(f"{server.url}/v1/chat/completions", json={**ASKED, **changes}, timeout=PATIENCE_S)
     assert 200 == answer.status_code, answer.text
     choices: list[dict[str, Any]] = answer.json()["choices"]
     return choices
@@ -71,7 +71,7 @@ def test_a_named_function_is_called_whole_and_streamed(server: Server) -> None:
     [choice] = answered(server, tool_choice=NAMED)
     [call] = choice["message"]["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=PATIENCE_S) as client:
         with client.chat.completions.stream(**ASKED, tool_choice=NAMED) as stream:  # type: ignore[arg-type]
             final = stream.get_final_completion().choices[0]
     [streamed] = final.message.tool_calls or ()
@@ -106,7 +106,7 @@ def test_an_answer_keeps_to_its_format_or_is_a_call_whole_and_streamed(server: S
         assert choice["message"]["tool_calls"] and choice["message"]["content"] is None
     texts = [choice["message"]["content"] for choice in answered(server, **asked, tool_choice="none")]
     assert all(json.loads(text)["mood"] in ("good", "bad") for text in texts)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=PATIENCE_S) as client:
         for choice, whole in (("none", texts[0]), ("auto", None)):
             chunks = client.chat.completions.create(
                 **{**ASKED, "tool_choice": choice, "response_format": FORMAT, "temperature": 1.5}, stream=True
@@ -128,7 +128,7 @@ def test_what_cannot_be_held_is_refused_and_nobody_else_notices(server: Server) 
         ({"ignore_eos": True}, "`ignore_eos` is not served"),
     ):
         asked = {**ASKED, "tool_choice": "required", **changes}
-        answer = httpx2.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60)
+        answer = httpx2.post(f"{server.url}/v1/chat/completions", json=asked, timeout=PATIENCE_S)
         assert (400, "validation") == (answer.status_code, answer.json()["error_type"])
         assert sentence in answer.json()["error"]["message"]
     assert answered(server, tool_choice="none", max_tokens=5)[0]["message"]["content"]

@@ -22,7 +22,7 @@ from server.backends.reference.logits import StockLogits
 from server.ranks.collectives import Shard
 from server.stepping.sampling import greenlist
 from server.stepping.vocabulary import Vocabulary
-from tests.running import ROOT, Server, generate_all, tokens_of
+from tests.running import PATIENCE_S, ROOT, Server, generate_all, tokens_of
 from tests.system.watermark import LEAST, MOST, requests
 
 BLOOM = 250_880
@@ -104,7 +104,7 @@ def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]
         text=True,
         input=text,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 
