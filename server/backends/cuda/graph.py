@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -39,7 +41,8 @@ class CudaGraphCapture:
     def __init__(self, sizes: Sequence[int], stream: torch.cuda.Stream) -> None:
         self.sizes = tuple(sizes)
         self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None  # what torch takes for one
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # that hold the pool
 
     def __call__(self, function: Computation) -> Computation:
         """Raises CaptureFailed for what is not captured, and DeviceLost where that left no way on."""
@@ -60,6 +63,8 @@ class CudaGraphCapture:
         return replay
 
     def _capture(self, function: Computation) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+        if not self._graphs:  # torch takes no pool again that nothing holds any more
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads go on meanwhile: one waits for the step before.
@@ -77,6 +82,7 @@ class CudaGraphCapture:
             raise
         if (ending := _end(graph)) is not None:
             raise _verdict(ending, ending) from ending
+        self._graphs.add(graph)
         return graph, results
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -41,8 +42,20 @@ class FakeCuda:
     ran: list[tuple[Stream, bool]] = field(default_factory=list)  # each computation's stream, and whether it captured
     graphs: int = 0
 
+    pools: list[tuple[object, WeakSet[object]]] = field(default_factory=list)  # and the graphs that hold them
+
     def __post_init__(self) -> None:
         self.current = Stream(0)
+
+    def take(self, pool: object, graph: object) -> None:
+        """As torch's allocators, which take no pool again that no graph holds any more."""
+        graphs = next((graphs for other, graphs in self.pools if other is pool), None)
+        if graphs is None:
+            graphs = WeakSet()
+            self.pools.append((pool, graphs))
+        elif not graphs:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        graphs.add(graph)
 
     def make_stream(self, device: object = None) -> Stream:
         self.streams.append(Stream(1 + len(self.streams)))
@@ -68,6 +81,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
         def capture_begin(self, pool: object, capture_error_mode: str) -> None:
             if cuda.beginning is not None:
                 raise cuda.beginning
+            cuda.take(pool, self)
             cuda.current.is_capturing = True
 
         def capture_end(self) -> None:
@@ -164,6 +178,20 @@ def test_the_next_capture_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda.ending = None
     capture(cuda.compute)()
     assert 1 == cuda.graphs
+
+
+def test_graphs_share_a_pool_until_none_of_them_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph goes with its failed capture, or because another rank has none."""
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    cuda = fake(monkeypatch, FakeCuda())
+    capture = failing(cuda, OUT_OF_MEMORY)
+    with pytest.raises(CaptureFailed):
+        capture(cuda.compute)
+    replays = [capture(cuda.compute) for _ in range(3)]
+    assert 2 == len(cuda.pools)
+    replays.clear()
+    replays.append(capture(cuda.compute))
+    assert 3 == len(cuda.pools)
 
 
 def test_an_end_that_raises_by_itself_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
