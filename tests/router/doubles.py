@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -264,6 +264,23 @@ class _FakeMatch:
         assert not self.has_ended
         self.has_ended = True
         self.matching.num_followed -= 1
+
+
+def stalling(gate: asyncio.Event, num_steps: int = 0) -> Callable[[float], Awaitable[None]]:
+    """The `sleep` of fake shards that answer so many steps at once, and others when the gate is open."""
+    left = num_steps
+
+    async def sleep(_: float) -> None:
+        nonlocal left
+        left -= 1
+        await (asyncio.sleep(0) if left >= 0 else gate.wait())
+
+    return sleep
+
+
+def standing() -> float:
+    """A batcher's clock by which steps take what fake shards say, whatever the machine does. 0.0 would mean never."""
+    return 1.0
 
 
 @dataclass

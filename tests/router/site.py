@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -99,9 +100,13 @@ async def unserved(
     tokenizer: ModelTokenizer | None = None,
     tracer: Tracer | None = None,
     matching: Matching | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **limits: Any,
 ) -> AsyncIterator[Site]:
-    """Without a port. tokenizer: None stands for one token for each byte; matching: None for no grammars."""
+    """Without a port. tokenizer: None stands for one token for each byte; matching: None for no grammars.
+
+    clock: the batcher's.
+    """
     tokenizer = tokenizer or byte_tokenizer()
     given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
     settings = RouterConfig(**given)
@@ -110,7 +115,7 @@ async def unserved(
     metrics = Metrics(wanted)
     rows = AdapterRows(wanted.adapter_rows, wanted.adapter_bytes, None)
     adapters = AdapterMover(shards if wanted.adapter_rows else None, rows)
-    batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching, adapters=adapters)
+    batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching, adapters=adapters, clock=clock)
     with patch("router.apis.app.api_document", document_once), patch("fastapi.routing.create_model_field", schema_once):
         app = create_app(
             settings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,12 @@ def shard(tiny_bloom: Path, tmp_path: Path) -> Iterator[Served]:
     torch.set_num_threads(threads)
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):  # a bound of liveness
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
 async def requests_of(*requests: pb.StepRequest) -> AsyncIterator[pb.StepRequest]:
     for request in requests:
         yield request
@@ -82,7 +88,7 @@ async def test_what_steps_have_found_is_noted_in_their_order(shard: Served) -> N
     may_end = Event()
 
     def finish(name: str) -> str:
-        assert name != "first" or may_end.wait(5)
+        assert name != "first" or may_end.wait(60)
         order.append(name)
         return name
 
@@ -316,7 +322,7 @@ async def test_what_is_read_for_somebody_who_waits_no_longer_is_forgotten(shard:
     def read(key: bytes, folder: Path) -> list[Any]:
         if folder.name == "slow":
             began.set()
-            goes_on.wait(30)
+            goes_on.wait(60)
         if folder.name == "unreadable":
             raise AdapterUnreadable("its disk is gone")
         return []
@@ -324,20 +330,23 @@ async def test_what_is_read_for_somebody_who_waits_no_longer_is_forgotten(shard:
     async with shard as (stub, service):
         service._engine.adapters = adapters = Adapters(2, 100, read)
 
-        async def prepare(key: bytes, folder: str = "", timeout: float = 30) -> pb.PrepareAdapterReply:
+        async def prepare(key: bytes, folder: str = "") -> pb.PrepareAdapterReply:
             reply: pb.PrepareAdapterReply
-            reply = await stub.PrepareAdapter(pb.PrepareAdapterRequest(key=key, folder=folder), timeout=timeout)
+            reply = await stub.PrepareAdapter(pb.PrepareAdapterRequest(key=key, folder=folder), timeout=60)
             return reply
 
         await prepare(b"fast", "/fast")
-        calls = [asyncio.create_task(prepare(key, "/slow", timeout=0.3)) for key in (b"slow", b"slower", b"wanted")]
+        calls = [asyncio.create_task(prepare(key, "/slow")) for key in (b"slow", b"slower", b"wanted")]
+        await until(lambda: began.is_set() and len(service._readers) == len(calls))
+        for call in calls:
+            call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         again = asyncio.create_task(prepare(b"slow", "/slow"))  # by another one, behind the one that waits no longer
         await prepare(b"fast")  # which waits for no disk
-        assert began.is_set() and not adapters._prepared
+        assert not adapters._prepared
         goes_on.set()
         assert not (await again).problem
-        assert [b"slow"] == [*adapters._prepared] and not service._readers
+        await until(lambda: [b"slow"] == [*adapters._prepared] and not service._readers)
         reply = await prepare(b"bad", "/unreadable")
         assert "its disk is gone" == reply.problem and reply.may_pass
 

@@ -65,7 +65,7 @@ async def test_a_prompt_that_is_being_made_has_its_permit_and_its_deadline(templ
             late = await it.http.post(path, json=body, headers={"x-request-timeout-ms": "100"})
             assert (504, "timeout") == (late.status_code, late.json()["error_type"])
             assert 1 == services.permits._left
-        services.aside._seconds = 0.1
+        services.aside._seconds = 1.0
         endless = await it.http.post("/v1/chat/completions", json=CHAT)
         assert (400, "validation") == (endless.status_code, endless.json()["error_type"])
 
@@ -76,9 +76,10 @@ async def test_silence_and_deadlines_are_told_in_each_api_s_words(
     monkeypatch.setattr("router.http.responses.KEEP_ALIVE_S", 0.05)
     shards = fake_shards(make_limits(**LIMITS), step_delay_s=0.2)
     async with site(shards, config={"chat_template": template}, **LIMITS) as it:
-        late = {"x-request-timeout-ms": "700"}
-        for path, body in BODIES.items():
-            text = (await it.http.post(path, json={**body, "stream": True}, headers=late)).text
+        late = {"x-request-timeout-ms": "3000"}
+        asked = [it.http.post(path, json={**body, "stream": True}, headers=late) for path, body in BODIES.items()]
+        texts = [answer.text for answer in await asyncio.gather(*asked)]
+        for path, text in zip(BODIES, texts, strict=True):
             frames = [frame for frame in text.split("\n\n") if frame and not frame.endswith("[DONE]")]
             event = json.loads(frames[-1].partition("data: ")[2])
             assert ('event: ping\ndata: {"type":"ping"}' if path == "/v1/messages" else ": ping") in frames
@@ -92,7 +93,7 @@ async def test_silence_and_deadlines_are_told_in_each_api_s_words(
             assert ("completions" in path) == text.endswith("data: [DONE]\n\n")
             if path == "/v1/messages":
                 assert ("error", "timeout_error") == (event["type"], event["error"]["type"])
-            await it.all_free()
+        await it.all_free()
 
 
 async def test_limits_of_keys_and_bodies_hold(template: str, tmp_path: Path) -> None:

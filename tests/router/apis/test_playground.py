@@ -18,7 +18,7 @@ from router.apis.playground import routes as files
 from router.batching import batch_view
 from router.shards.client import ShardError
 from tests.router.apis.test_overload import AS_ALICE, AS_BOB, keyed
-from tests.router.doubles import fake_shards, make_limits, request_of
+from tests.router.doubles import fake_shards, make_limits, request_of, stalling, standing
 from tests.router.site import Site, site
 from tests.router.test_accounts import ALICE, BOB
 
@@ -169,11 +169,7 @@ async def test_the_page_comes_without_a_key_and_its_data_with_one_alone() -> Non
 async def held(*bodies: dict[str, Any], config: dict[str, Any] | None = None, **limits: Any) -> AsyncIterator[Site]:
     """A site with these requests in it while the block runs, in order; its shards answer the first step afterwards."""
     gate = asyncio.Event()
-
-    async def wait(_: float) -> None:
-        await gate.wait()
-
-    shards = fake_shards(make_limits(**limits), sleep=wait)
+    shards = fake_shards(make_limits(**limits), sleep=stalling(gate))
     async with site(shards, config=config, **limits) as it, asyncio.timeout(30):
         tasks = []
         for number, one in enumerate(bodies, 1):
@@ -272,13 +268,13 @@ async def test_a_key_sees_what_the_prefix_cache_held_of_its_own_prompts_alone(tm
 
 
 async def test_steps_are_recorded_while_somebody_looks_and_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_view, "UNSEEN_S", 0.2)
-
+    monkeypatch.setattr(batch_view, "UNSEEN_S", 60.0)
     async with site() as it:
         assert 200 == (await it.post("/generate", max_new_tokens=3)).status_code
         assert it.metrics.on_step is None
         assert [] == (await get(it, "/playground/batch")).json()["steps"]
         assert 200 == (await it.post("/generate", "hello", max_new_tokens=3)).status_code
+        monkeypatch.setattr(batch_view, "UNSEEN_S", 0.2)
         steps = (await get(it, "/playground/batch")).json()["steps"]
         assert [(0, 5), (1, 0), (1, 0)] == [(decoding, prefill) for _, decoding, prefill in steps if decoding + prefill]
         async with asyncio.timeout(10):
@@ -301,7 +297,7 @@ async def test_only_the_last_steps_are_kept() -> None:
 
 async def test_tokens_that_were_guessed_count_as_decoded() -> None:
     shards = fake_shards(make_limits(speculate=6), next_token=lambda *_: 65, step_delay_s=0.005)
-    async with site(shards, speculate=6) as it:
+    async with site(shards, clock=standing, speculate=6) as it:
         await get(it, "/playground/batch")
         assert 200 == (await it.post("/generate", "A" * 40, max_new_tokens=60)).status_code
         assert any(request.drafts for request in shards.requests)
@@ -312,7 +308,7 @@ async def test_tokens_that_were_guessed_count_as_decoded() -> None:
 async def test_tokens_that_were_guessed_are_marked(path: str) -> None:
     """All that a step brought a sequence but the last."""
     shards = fake_shards(make_limits(speculate=6), next_token=lambda *_: 65, step_delay_s=0.005)
-    async with site(shards, speculate=6) as it:
+    async with site(shards, clock=standing, speculate=6) as it:
         answer = await it.post(path, "A" * 40, max_new_tokens=60, details=True)
         metrics = (await it.http.get("/metrics")).text
         plain = await it.post("/generate", "A" * 40, max_new_tokens=60, details=True, speculate=0)

@@ -26,6 +26,7 @@ from tests.router.doubles import (
     make_limits,
     request_of,
     running,
+    standing,
     token_ids_of,
     tokens_alone,
     with_states,
@@ -164,7 +165,8 @@ async def test_a_step_takes_what_it_computes_however_late_its_reply_is_read() ->
 
 @pytest.mark.parametrize("wanted", [None, 2, 0])
 async def test_a_request_may_want_fewer_guesses(wanted: int | None) -> None:
-    async with running(fake_shards(make_limits(), next_token=lambda *_: 65, step_delay_s=0.01), speculate=6) as at_work:
+    shards = fake_shards(make_limits(), next_token=lambda *_: 65, step_delay_s=0.01)
+    async with running(shards, clock=standing, speculate=6) as at_work:
         await token_ids_of(at_work.batcher.submit(request_of(40, 60, speculate=wanted)))
     guesses = [len(draft.token_ids) - 1 for request in at_work.shards.requests for draft in request.drafts]
     assert max(guesses, default=0) == (6 if wanted is None else wanted)

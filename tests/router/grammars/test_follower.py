@@ -22,6 +22,7 @@ from router.grammars.follower import Follower
 from router.grammars.matcher import Matchers
 from router.sandbox.pool import Sandbox
 from router.scheduling.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Match
+from tests.router.grammars.waiting import NEVER
 from tests.running import ROOT
 
 DEMO = ROOT / "server" / "demo" / "tokenizer.json"
@@ -244,11 +245,18 @@ def test_orders_to_a_process_that_has_just_died_are_no_errors() -> None:
 
 async def test_whose_beginning_ends_processes_fails_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request may wait in the queue meanwhile."""
+    start = asyncio.create_subprocess_exec
+
+    async def starting(*arguments: str, **options: Any) -> Any:
+        ours = ["tests.router.grammars.waiting" if one == "router.grammars" else one for one in arguments]
+        return await start(*ours, **options)
+
     monkeypatch.setattr(followers, "PAUSE_S", 0.0)
-    async with following(seconds=60) as follower:
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", starting)
+    async with following(seconds=60) as follower, asyncio.timeout(300):
         idle = Reader(follower, compiled())
         await go_on(idle, 1)
-        deadly = Reader(follower, CompiledGrammar(long_schema(20_000), compiled().first))
+        deadly = Reader(follower, CompiledGrammar(NEVER, compiled().first))
         killed: set[int] = set()
         while deadly.answers.empty():
             process = follower._process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from router.sandbox import Task
 
@@ -21,7 +22,14 @@ def spin(seconds: float) -> str:
     return "done"
 
 
+def wait(path: str) -> str:
+    """Wait until there is such a file."""
+    while not Path(path).exists():
+        time.sleep(0.001)
+    return "done"
+
+
 def tasks(argument: str) -> Mapping[str, Task]:
     """All of them by name. argument: CPU seconds that it takes until they are there, if any."""
     spin(float(argument or 0))
-    return {"repeat": repeat, "spin": spin}
+    return {"repeat": repeat, "spin": spin, "wait": wait}

@@ -29,8 +29,8 @@ def hello(pool: Sandbox, owner: str = "") -> Awaitable[str]:
     return pool.do("repeat", owner, text="Hello")
 
 
-def spin(pool: Sandbox, seconds: float = ENDLESS) -> Awaitable[str]:
-    return pool.do("spin", seconds=seconds)
+def spin(pool: Sandbox) -> Awaitable[str]:
+    return pool.do("spin", seconds=ENDLESS)
 
 
 @asynccontextmanager
@@ -135,12 +135,13 @@ async def test_who_stops_waiting_leaves_room() -> None:
         assert (fork_server, child) != processes(pool) and fork_server == processes(pool)[0]
 
 
-async def test_a_child_that_somebody_kills_is_not_its_tasks_failure() -> None:
+async def test_a_child_that_somebody_kills_is_not_its_tasks_failure(tmp_path: Path) -> None:
     """The task is done once more by a fresh child; a second loss is the server's failure."""
     async with sandbox(seconds=100.0) as pool:
-        slow = asyncio.ensure_future(spin(pool, 0.5))
+        slow = asyncio.ensure_future(pool.do("wait", path=str(tmp_path / "go on")))
         await asyncio.sleep(0.05)
         os.kill(processes(pool)[1], signal.SIGKILL)
+        (tmp_path / "go on").touch()
         assert "done" == await slow
         endless = asyncio.ensure_future(spin(pool))
         for _ in range(2):
@@ -214,7 +215,7 @@ async def test_nobody_waits_for_ever_for_a_place_or_an_answer(monkeypatch: pytes
     async with sandbox(seconds=100.0) as pool:
         monkeypatch.setattr("router.sandbox.pool.WAIT_S", 0.2)
         async with asyncio.timeout(LIVENESS_S):
-            refused = await asyncio.gather(spin(pool), hello(pool), hello(pool), return_exceptions=True)
+            refused = await asyncio.gather(spin(pool), spin(pool), spin(pool), return_exceptions=True)
         for error in refused:
             assert isinstance(error, Unavailable) and "no process had done it within 0.2 s: send it again" in str(error)
         monkeypatch.undo()

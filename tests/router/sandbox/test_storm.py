@@ -23,6 +23,7 @@ from tests.router.grammars.test_follower import ARGUMENTS, DEMO
 
 NUM_TASKS = 2000
 AT_ONCE = 24
+MOST_BETWEEN = 100  # tasks that end from one kill to the next
 OWNERS = ("one", "other")
 LONGEST_S = 0.03  # before somebody leaves
 
@@ -66,11 +67,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-async def disturb(fork_servers: Callable[[], list[int]], chance: random.Random) -> None:
-    """Kill and stop children of the fork servers, for ever."""
+async def disturb(pool: Sandbox, chance: random.Random, found: Counter[str]) -> None:
+    """Kill and stop children of the present fork server, for ever, one whenever some tasks have ended."""
     while True:
-        await asyncio.sleep(chance.uniform(0, 2 * LONGEST_S))
-        children = [pid for fork_server in fork_servers() for pid in descendants(fork_server)]
+        enough = found.total() + chance.randint(1, MOST_BETWEEN)
+        while found.total() < enough:
+            await asyncio.sleep(0.001)
+        children = [] if pool._fork_server is None else descendants(pool._fork_server.process.pid)
         if children:
             with suppress(ProcessLookupError):
                 os.kill(chance.choice(children), chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
@@ -99,14 +102,13 @@ async def one(pool: Sandbox, ask: Ask, number: int, chance: random.Random, found
     ids=["chats", "grammars"],
 )
 async def test_nobody_is_answered_with_anothers_whatever_is_cancelled_or_killed(
-    ask: Ask, tasks: tuple[str, str]
+    ask: Ask, tasks: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("router.sandbox.pool.FORK_S", 3.0)  # which pass where a child is stopped before it is ready
     chance, found = random.Random(7), Counter[str]()
-    before = set(descendants(os.getpid()))
-    pool = Sandbox(2, 20.0, 4096, tasks)
+    pool = Sandbox(2, 4.0, 4096, tasks)
     await pool.warm_up()
-    fork_servers = [pid for pid in descendants(os.getpid()) if pid not in before and len(descendants(pid))]
-    disturbing = asyncio.ensure_future(disturb(lambda: fork_servers, chance))
+    disturbing = asyncio.ensure_future(disturb(pool, chance, found))
     try:
         places = asyncio.Semaphore(AT_ONCE)
 

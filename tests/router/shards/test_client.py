@@ -66,7 +66,7 @@ class StubShard(ShardServicer):  # type: ignore[misc]
         return pb.HealthReply(steps_received=3, steps_finished=2, oldest_step_ms=10 * self.rank)
 
     async def Run(self, requests: Any, context: Any) -> AsyncIterator[pb.StepReply]:
-        async for reply in self.steps.run(requests, context):
+        async for reply in self.steps.run(requests):
             wish = self.behaviour.get((self.rank, reply.step))
             if wish == "end":
                 return
@@ -228,17 +228,17 @@ async def test_one_rank_that_fails_alone_is_named(behaviour: Any, message: str, 
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "problem"),
+    ("behaviour", "problem", "deadline_s"),
     [
-        ("it is damaged", "it is damaged"),
-        ("hang", "shard 1: it does not answer"),
-        ("abort", "shard 1: unknown: Unexpected <class 'RuntimeError'>: a bug"),
+        ("it is damaged", "it is damaged", 120.0),
+        ("hang", "shard 1: it does not answer", 0.5),
+        ("abort", "shard 1: unknown: Unexpected <class 'RuntimeError'>: a bug", 120.0),
     ],
 )
 async def test_a_rank_that_cannot_prepare_an_adapter_refuses_it_and_goes_on(
-    behaviour: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    behaviour: str, problem: str, deadline_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "PREPARE_DEADLINE_S", 0.5)
+    monkeypatch.setattr(client, "PREPARE_DEADLINE_S", deadline_s)
     async with real_shards(tmp_path, {(1, 0): behaviour}) as shards:
         assert problem == (await shards.prepare_adapter(KEY, "/a")).problem
         shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))

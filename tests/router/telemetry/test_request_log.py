@@ -64,7 +64,7 @@ async def test_times_of_requests_that_were_cut_are_there_too(caplog: pytest.LogC
     slow = fake_shards(make_limits(max_batch_size=1), step_delay_s=3600)
     async with logging_site(caplog, shards=slow, max_batch_size=1) as (it, lines):
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}}
-        late = {"x-request-timeout-ms": "200"}
+        late = {"x-request-timeout-ms": "2000"}
         running = asyncio.create_task(it.http.post("/generate", json=body, headers=late))
         while not slow.live_ids and not running.done():
             await asyncio.sleep(0)

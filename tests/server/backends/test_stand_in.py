@@ -1,17 +1,19 @@
 """No step waits for the device: a server runs on a device that refuses what would make a GPU's host wait.
 
-The device is `stand_in.py`. What a step costs Python between two replays is measured here too; run
-`pytest -s tests/server/backends/test_stand_in.py -k python` to see the figures.
+The device is `stand_in.py`. What a step costs Python between two replays is counted here too, in calls; run
+`pytest -s tests/server/backends/test_stand_in.py -k python` to see how long that takes.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -43,8 +45,7 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 Compute = Callable[[Tensor, Tensor], Tensor]  # a tensor [4, 5] float32, and ids [2] int64
 STEPS, BATCH = 300, 32
-PATIENCE = 5  # times the target, for a machine that does other things too
-TARGET_US = 150  # of Python, for launch and finish of a step, on a machine that does nothing else
+MOST_CALLS = 340  # for launch and finish of a step: 318 were counted, and one more for each sequence is too many
 
 
 @pytest.fixture
@@ -352,16 +353,41 @@ def test_a_step_with_guesses_is_one_graph_and_waits_for_nothing(driver: Driver) 
     assert 1 == driver.launches["replay"] and driver.launches.total() <= 20
 
 
+def one_step(engine: Engine) -> None:
+    step = engine.launch(DECODE)
+    assert step is not None
+    step.finish()
+
+
+def microseconds_of_step(engine: Engine) -> float:
+    began = time.thread_time_ns()
+    one_step(engine)
+    return (time.thread_time_ns() - began) / 1000
+
+
+def calls_of_step(engine: Engine) -> int:
+    """How many functions are called, of Python and of C."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        one_step(engine)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["plain", "sampled"])
 def test_what_a_step_takes_of_python(tiny_bloom: Path, sampling: pb.SamplingParameters) -> None:
+    """The times are for a reader: they are the machine's. The least of some counts is without garbage collection."""
     engine = decoding(FreeBackend(), tiny_bloom, sampling)
     assert engine.graphs
-    taken = []
-    for _ in range(STEPS):
-        began = time.thread_time_ns()
-        step = engine.launch(DECODE)
-        assert step is not None
-        step.finish()
-        taken.append((time.thread_time_ns() - began) / 1000)
+    taken = [microseconds_of_step(engine) for _ in range(STEPS)]
+    calls = [calls_of_step(engine) for _ in range(5)]
     print(f"\n{statistics.median(taken):.0f} us, at best {min(taken):.0f}, for launch and finish of a step of {BATCH}")
-    assert min(taken) <= PATIENCE * TARGET_US
+    print(f"{min(calls)} calls")
+    assert min(calls) <= MOST_CALLS

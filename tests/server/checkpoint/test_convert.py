@@ -218,7 +218,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(source: Path, target: Path
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert 1 == done.returncode
     assert done.stderr.startswith(f"error: cannot write {target} (")

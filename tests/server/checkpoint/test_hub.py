@@ -561,9 +561,9 @@ def test_offline_without_cache_says_what_to_do(download: Any) -> None:
         download(offline=True)
 
 
-def asked(fake_hub: FakeHub, tmp_path: Path) -> tuple[Path, set[str]]:
+def asked(fake_hub: FakeHub, tmp_path: Path, timeout: float = 60.0) -> tuple[Path, set[str]]:
     options = {"report": lambda sentence: None, "pauses": (), "token": None, "offline": False, "endpoint": fake_hub.url}
-    repository = Repository("some/model", None, str(tmp_path / "hub"), **options, timeout=0.5)
+    repository = Repository("some/model", None, str(tmp_path / "hub"), **options, timeout=timeout)
     (tmp_path / "spare").mkdir(exist_ok=True)
     return repository.describe(tmp_path / "spare")
 
@@ -593,7 +593,7 @@ def test_an_answer_of_the_hub_that_cannot_be_read_is_a_sentence(
 def test_a_silent_hub_is_given_up(fake_hub: FakeHub, tmp_path: Path) -> None:
     fake_hub.silence = 2.0
     with pytest.raises(HubError, match="the hub cannot be reached"):
-        asked(fake_hub, tmp_path)
+        asked(fake_hub, tmp_path, timeout=0.5)
 
 
 def test_unreachable_hub_falls_back_to_the_cache(fake_hub: FakeHub, download: Any) -> None:

@@ -82,7 +82,7 @@ def uneven(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> list[d
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True
     ) as process:
         try:
-            stdout, stderr = process.communicate(timeout=100)  # less than a collective's patience
+            stdout, stderr = process.communicate(timeout=300)  # a bound of liveness
         finally:
             kill_group(process)
     assert process.returncode == 0, stderr
@@ -162,5 +162,5 @@ def test_a_rank_that_loads_slowly_is_waited_for_and_one_that_is_warm_is_not(
         )
         for rank in range(2)
     ]
-    said_by = [rank.communicate(timeout=100)[0] for rank in tensor_parallel]
+    said_by = [rank.communicate(timeout=300)[0] for rank in tensor_parallel]
     assert said == said_by[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.doubles import fake_shards, make_limits
+from tests.router.doubles import fake_shards, make_limits, standing
 from tests.router.served import LIMITS, TEMPLATE, replying
 from tests.router.site import PROMPT, answering_site, events_in, site
 
@@ -202,7 +202,7 @@ async def test_an_answer_that_was_predicted_comes_in_fewer_steps(tmp_path: Path,
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     config = {"chat_template": str(tmp_path / "template.jinja"), "reasoning_parser": "none"}
     shards = fake_shards(make_limits(**LIMITS), **replying(lambda _: EDITED), step_delay_s=0.01)
-    async with site(shards, config=config, **LIMITS, speculate=8) as it:
+    async with site(shards, config=config, clock=standing, **LIMITS, speculate=8) as it:
         it.http.timeout = 60  # the first chat waits for a process
         num_steps = []
         for more in ({"speculate": 0}, {"prediction": {"type": "content", "content": content}}):

@@ -13,7 +13,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 
@@ -24,13 +23,15 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linu
 
 
 SUBJECTS = ("kernels", "logits", "linear", "quantised", "adapters")
-INTERPRETED, COMPILED = ([f"{how}_{subject}" for subject in SUBJECTS] for how in ("interpreted", "compiled"))
-# Those that are in the suite, and the others.
-PARTS = pytest.mark.parametrize("part", ["not kernels", pytest.param("kernels", marks=pytest.mark.kernels)])
+# Of each subject the tests that are in the suite, and the others; all that compile logits are in the suite.
+IN_SUITE = [pytest.param(subject, "not kernels", id=subject) for subject in SUBJECTS]
+OTHERS = {s: pytest.param(s, "kernels", id=f"{s}, all shapes", marks=pytest.mark.kernels) for s in SUBJECTS}
+INTERPRETED = [*IN_SUITE, *OTHERS.values()]
+COMPILED = [*IN_SUITE, *(run for subject, run in OTHERS.items() if subject != "logits")]
 
 
-def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """These modules in one process: to import what they need takes longer than most of their tests."""
+def run_tests(environment: dict[str, str], part: str, name: str) -> subprocess.CompletedProcess[str]:
+    """All tests of a module in one process: to import what they need takes longer than most of them."""
     command = [
         sys.executable,
         "-m",
@@ -41,27 +42,27 @@ def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> s
         "-q",
         "-m",
         part,
-        *(f"tests/server/backends/cuda/{name}.py" for name in names),
+        f"tests/server/backends/cuda/{name}.py",
     ]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
 
 @needs_triton
-@PARTS
-def test_interpreted_kernels_equal_the_reference(part: str) -> None:
-    result = run_tests({"TRITON_INTERPRET": "1"}, part, INTERPRETED)
+@pytest.mark.parametrize(("subject", "part"), INTERPRETED)
+def test_interpreted_kernels_equal_the_reference(subject: str, part: str) -> None:
+    result = run_tests({"TRITON_INTERPRET": "1"}, part, f"interpreted_{subject}")
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
 @needs_triton
 @pytest.mark.rest
-@PARTS
-def test_kernels_compile_for_a_gpu(part: str, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(("subject", "part"), COMPILED)
+def test_kernels_compile_for_a_gpu(subject: str, part: str, pytestconfig: pytest.Config) -> None:
     # Compiling is most of the time. Triton keeps each result under a hash of the kernel's source, of all that it calls,
     # of the options and of Triton itself; a clean checkout, as in CI, has none.
     assert pytestconfig.cache is not None
     kept = str(pytestconfig.cache.mkdir("triton"))
-    result = run_tests({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}, part, COMPILED)
+    result = run_tests({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}, part, f"compiled_{subject}")
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
