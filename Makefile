@@ -14,7 +14,7 @@ ON_GPU = -m "gpu and not kernels" -W default -o faulthandler_timeout=150
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test test-rest test-formats test-offload test-kernels \
-	test-clients test-suites test-nodes test-ray test-agents soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
+	test-clients test-suites test-nodes test-ray test-agents soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first hollow-gpu check proto docs
 
 install: needs .venv/installed
 
@@ -132,6 +132,19 @@ compile-kernels: needs install .venv/triton-3.6/installed
 # Packs what the first minutes on a GPU need, and rehearses them without one: what is run there is said at the end.
 gpu-first: needs install pack
 	$(RUN) -m benchmark gpu-first --run rehearsal --minutes 40 --output dist/rehearsal
+
+# The GPU's tests and a server on a GPU that computes nothing (tests/gpu/hollow), in an environment as that of a machine
+# with one: torch 2.11 for CUDA, 5 GB. What fails here would have failed on a GPU.
+HOLLOW = .venv-hollow/bin/python -m tests.gpu.hollow .venv-hollow/bin/python
+hollow-gpu: needs install .venv-hollow/installed
+	$(HOLLOW) -m pytest -p tests.gpu.hollow.values $(ON_GPU) tests/gpu $(ARGS)
+	$(HOLLOW) -m benchmark latency --random-weights bloom-560m --device cuda --dtype bfloat16 -b 1 8 -s 100 -d 20 -r 2
+
+.venv-hollow/installed: pack
+	python$(GPU_PYTHON) -m venv .venv-hollow
+	.venv-hollow/bin/pip install --quiet torch==2.11.0 transformers==5.17.0 tokenizers==0.23.2 numpy hypothesis pygments \
+		regex $(WHEELS)/*.whl
+	touch $@
 
 check: needs install
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py tests/test_style.py
