@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -429,6 +430,19 @@ def generate(engine: Engine, prompts: Sequence[Prompt], drafter: Drafter | None 
         step += 1
     engine.launch(pb.StepRequest(step=step + 1, retire=retire))
     return prompts
+
+
+def agreed(expected: Prompt, found: Prompt, near: float) -> int:
+    """How many greedy tokens are the same: all, or those before one that was nearly as good as the best.
+
+    near: how much less its log-probability may be, as the candidates of `expected` say; else it is an AssertionError.
+    """
+    both = enumerate(zip(expected.tokens, found.tokens, strict=True))
+    place = next((place for place, (one, other) in both if one != other), len(expected.tokens))
+    if place < len(expected.tokens):
+        candidates = dict(zip(expected.top_ids[place], expected.top_logprobs[place], strict=True))
+        assert candidates[expected.tokens[place]] - candidates.get(found.tokens[place], -math.inf) <= near
+    return place
 
 
 def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule, first: int, came: Sequence[int]) -> None:

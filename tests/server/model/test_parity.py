@@ -26,6 +26,7 @@ STORY = """Once upon a time there was a little fox who lived in the forest. One 
 a red ball under an old tree. "Whose ball is this?" said the fox. A small bird came down and said, "It is mine. I lost
 it yesterday." The fox gave the ball to the bird. "Thank you," said the bird, and they played together until the sun
 went down. Then the fox went home and told his mother what had happened. She was very happy and made a cake for him."""
+CLEAR = 0.25  # between two logits, so that bfloat16 does not exchange them: it has moved two by 0.2
 
 
 class PaperBackend(ReferenceBackend):
@@ -96,4 +97,7 @@ def test_bfloat16_agrees_with_float32(backend: Backend | None) -> None:
     expected, found = oracle(token_ids.unsqueeze(0)).logits[0], all_logits(engine, token_ids.tolist())
     assert len(token_ids) > 100
     assert (expected - found).norm() < 0.02 * expected.norm()
-    assert (expected.argmax(-1) == found.argmax(-1)).float().mean() >= 0.98
+    best, second = expected.topk(2).values.unbind(-1)
+    is_clear = best - second > CLEAR
+    assert is_clear.float().mean() > 0.85
+    assert torch.equal(expected.argmax(-1)[is_clear], found.argmax(-1)[is_clear])

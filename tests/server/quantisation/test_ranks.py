@@ -4,17 +4,27 @@ Every pair of a format and a family runs at every world size by `make test-forma
 them have every way to cut: groups and packed words along the inputs, blocks, experts, an encoder, a head in few bits; a
 tied table that is quantised while it is loaded, interleaved projections; rows of keys and values; what activations are
 divided by. Some models of a world size run in one process for each rank, for starting these takes longest.
+
+Where inputs, keys or values are rounded, what ranks sum in another order may be rounded the other way, on some
+processors: then another token may come if it is nearly as good, which one rank proves by choosing it with a nudge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+from server.backends.reference import quantised
 from server.ranks.collectives import Shard
+from server.stepping.next_tokens import TokenChooser
+from server.stepping.sampling import Chosen
+from server.stepping.sequences import SampledRow
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import Prompt, generate, load_engine
 from tests.server.quantisation.cases import PAIRS, Quantised, prompt_of
@@ -51,6 +61,8 @@ RUNS = [
     for world_size, suite in IN_SUITE.items()
     for name in MODELS[world_size]
 ]
+NEAR = 0.1  # of two logits: 0.07 is what one part in 10^7 of all sums moved a log-probability by
+MOST = 0.7  # of all tokens: so many must have been compared
 AMONG_OTHERS = ["bloom-int8", "mistral-awq", "mixtral-gptq"]
 Models = Callable[[str], str]
 RunRanks = Callable[[int, tuple[str, ...]], list[Tokens]]
@@ -97,10 +109,58 @@ def group_of(name: str, world_size: int) -> tuple[str, ...]:
     return tuple(names[start : start + AT_ONCE])
 
 
+def nudged(model: str, prompt: int, place: int, token: int, best: int) -> list[int]:
+    """What one rank generates for a prompt if there a token is NEAR better than it is, beside the best one."""
+    choose = TokenChooser.__call__
+
+    def choose_nudged(
+        self: TokenChooser,
+        rows: Sequence[SampledRow],
+        logits: Callable[[slice], Tensor],
+        *,
+        positions: Tensor,
+        **others: Any,
+    ) -> list[Chosen]:
+        def nudge(part: slice) -> Tensor:
+            given = logits(part).clone()
+            for row, position, at in zip(rows[part], positions[part].tolist(), given, strict=True):
+                if (row.sequence.id, position) == (prompt, row.sequence.prompt_length + place):
+                    at[token] += NEAR / 2
+                    at[best] -= NEAR / 2
+            return given
+
+        return choose(self, rows, nudge, positions=positions, **others)
+
+    with patch.object(TokenChooser, "__call__", choose_nudged):
+        return tensor_parallel.tokens(model, Shard())[prompt]
+
+
+def first_difference(one: list[int], other: list[int]) -> int:
+    """The place of the first token that is not the other's; their number where all are."""
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def assert_near(model: str, expected: list[list[int]], found: list[list[int]]) -> None:
+    """The tokens of each prompt are the same, up to one that was nearly as good as the best."""
+    places = [first_difference(*both) for both in zip(expected, found, strict=True)]
+    for prompt, place in enumerate(places):
+        if place < len(expected[prompt]):
+            best, token = expected[prompt][place], found[prompt][place]
+            assert token == nudged(model, prompt, place, token, best)[place]
+    assert sum(places) >= MOST * sum(map(len, expected))
+
+
 @pytest.mark.parametrize(("name", "world_size"), RUNS)
 def test_ranks_generate_the_tokens_of_one(models: Models, of_ranks: RunRanks, name: str, world_size: int) -> None:
-    expected = tensor_parallel.tokens(models(name), Shard())
-    assert [expected] * world_size == [tokens[name] for tokens in of_ranks(world_size, group_of(name, world_size))]
+    model = models(name)
+    with patch.object(quantised, "InputRounding", wraps=quantised.InputRounding) as rounding:
+        expected = tensor_parallel.tokens(model, Shard())
+    found, *others = [tokens[name] for tokens in of_ranks(world_size, group_of(name, world_size))]
+    assert [found] * (world_size - 1) == others
+    if rounding.called or "+" in name:
+        assert_near(model, expected, found)
+    else:
+        assert expected == found
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,13 @@ from server.quantisation.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, Kv
 from tests.combinations import all_pairs, by_turns
 from tests.server.backends.cpu.test_kernels import DTYPES, EACH, assert_near, random, threads
 from tests.server.backends.test_attention import step_of
-from tests.server.driver import Prompt, generate, load_engine, sampled
+from tests.server.driver import Prompt, agreed, generate, load_engine, sampled
 from tests.server.tiny import save_tiny
 
 __all__ = ["threads"]
 
 BLOCKS = 80
+NEAR = 0.01  # of two log-probabilities: one part in 10^7 of all sums has moved them by 0.006
 QUANTISED = [format for format in KV_FORMATS.values() if format != AS_COMPUTED]
 FORMATS = [AS_COMPUTED, *QUANTISED, Float8E4M3((0.25, 3.0))]
 SLOPES = tuple(alibi_slopes(8, Alibi()))
@@ -239,10 +240,15 @@ def test_captured_decodes_give_the_tokens_of_steps_that_are_not(
 
 @pytest.mark.parametrize(("case", "format"), by_turns(("bloom", "llama", "mistral", "gemma2", "t5"), QUANTISED))
 def test_a_model_on_the_kernels_gives_the_tokens_of_the_reference(
-    kernels: Kernels, case: str, format: KvFormat, answers: Answers
+    kernels: Kernels, case: str, format: KvFormat, tmp_path: Path
 ) -> None:
+    """But for what differs by a last bit, on some processors, and is then stored as another code."""
+    save_tiny(case, tmp_path)
     prompts = [Prompt(list(range(4, 34)), chunk=11), Prompt([40, 50], joins_at=2)]
-    expected, found = (answers(case, prompts, kernels=which, kv_cache=format.name) for which in (None, kernels))
-    assert [tokens for tokens, _ in expected] == [tokens for tokens, _ in found]
-    for (_, reference), (_, compiled) in zip(expected, found, strict=True):
-        assert reference == pytest.approx(compiled, abs=2e-3)
+    candidates = [Prompt(list(range(4, 34)), chunk=11, top_n_tokens=2), Prompt([40, 50], joins_at=2, top_n_tokens=2)]
+    expected = generate(load_engine(tmp_path, kv_cache=format.name), candidates)
+    found = generate(load_engine(tmp_path, kernels=kernels, kv_cache=format.name), prompts)
+    compared = [agreed(*both, 2 * NEAR) for both in zip(expected, found, strict=True)]
+    for one, other, place in zip(expected, found, compared, strict=True):
+        assert one.logprobs[:place] == pytest.approx(other.logprobs[:place], abs=NEAR)
+    assert sum(compared) > len(found[0].tokens)  # of twice as many
