@@ -140,7 +140,8 @@ hollow-gpu: needs install .venv-hollow/installed
 	$(HOLLOW) -m pytest -p tests.gpu.hollow.values $(ON_GPU) tests/gpu $(ARGS)
 	$(HOLLOW) -m benchmark latency --random-weights bloom-560m --device cuda --dtype bfloat16 -b 1 8 -s 100 -d 20 -r 2
 
-.venv-hollow/installed: pack
+.venv-hollow/installed: pyproject.toml constraints.txt
+	$(MAKE) pack
 	python$(GPU_PYTHON) -m venv .venv-hollow
 	.venv-hollow/bin/pip install --quiet torch==2.11.0 transformers==5.17.0 tokenizers==0.23.2 numpy hypothesis pygments \
 		regex $(WHEELS)/*.whl
