@@ -89,7 +89,7 @@ NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "pack": (INDEX, [disk(1)]),
     "test-suites": (f"{INDEX}, 130 MB of it the first time", [disk(2)]),
     "compile-kernels": (f"{INDEX}, and some minutes", [disk(1)]),
-    "hollow-gpu": (f"{INDEX}, and a Python as GPU_PYTHON says", [disk(8), command("g++", "g++")]),
+    "hollow-gpu": (f"{INDEX}, a Python as GPU_PYTHON says, and a quarter of an hour", [disk(8), command("g++", "g++")]),
     "gpu-first": (f"{INDEX}, and some minutes to compile kernels", [disk(1)]),
     "check": ("nothing more", []),
     "proto": ("nothing more", []),

@@ -697,6 +697,13 @@ ABSENT(cuGreenCtxStreamCreate) ABSENT(cuCtxFromGreenCtx) ABSENT(cuDevResourceGen
 ABSENT(cuDevSmResourceSplitByCount) ABSENT(cuDeviceGetDevResource) ABSENT(cuTensorMapEncodeTiled)
 ABSENT(cuMemsetD32Async) ABSENT(cuStreamWriteValue32) ABSENT(cuLaunchCooperativeKernel)
 
+// NVML, which torch's allocator asks for processes on the device when it has no more memory.
+ABSENT(nvmlDeviceGetGpuFabricInfoV) ABSENT(nvmlDeviceGetNvLinkRemoteDeviceType)
+ABSENT(nvmlDeviceGetNvLinkRemotePciInfo_v2) ABSENT(nvmlSystemGetCudaDriverVersion_v2)
+API int nvmlInit_v2() { return 0; }
+API int nvmlDeviceGetHandleByPciBusId_v2(const char *, void **device) { return *device = &legacy, 0; }
+API int nvmlDeviceGetComputeRunningProcesses(void *, unsigned *count, void *) { return *count = 0, 0; }
+
 API Error cudaGetDriverEntryPointByVersion(
     const char *name, void **found, unsigned, Id, cudaDriverEntryPointQueryResult *result
 ) {
