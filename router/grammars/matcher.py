@@ -40,6 +40,7 @@ MOST_DRAFTED = 32  # masks of one draft: 3 MB of an answer at most, with 250,000
 DRAFT_S = 0.02  # of CPU time, after which the rest of a draft is cut: eight masks take 1 ms with 250,000 tokens
 MOST_KEPT = 128  # compiled grammars, as many as `compiler.py` knows to be valid
 MOST_CHARACTERS_OF_A_CAUSE = 200
+NO_TOKEN = "no token of the model can come next"
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # 20 ms
@@ -209,7 +210,7 @@ def mask_of(bits: bytes, vocab_size: int) -> dict[str, Any]:
     tokens = int.from_bytes(bits, "little") & every
     num_allowed, most, num_bytes = tokens.bit_count(), vocab_size // 24, -(-vocab_size // 8)
     if not num_allowed:
-        raise GrammarError("no token can come next")
+        raise GrammarError(NO_TOKEN)
     if num_allowed <= most:
         return {"allowed": _ids(tokens.to_bytes(num_bytes, "little"))}
     if vocab_size - num_allowed <= most:
@@ -246,6 +247,8 @@ def cause(message: str) -> str:
     lines = message.strip().splitlines() or [""]
     if "limits." in message or "fuel" in message or "too complex" in message.lower():
         return "it is too complex"
+    if lines[0] in ("NoExtension", "NoExtensionBias"):
+        return NO_TOKEN
     found = next((line for line in lines if line.startswith("error: ")), lines[0])
     sentence = " ".join(found.split())
     return sentence if len(sentence) <= MOST_CHARACTERS_OF_A_CAUSE else sentence[:MOST_CHARACTERS_OF_A_CAUSE] + " …"

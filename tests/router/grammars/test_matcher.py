@@ -152,8 +152,13 @@ def test_a_smaller_vocabulary_than_the_tokenizer_s_is_kept_to(tmp_path: Path) ->
     assert max(allowed(matchers.begin(Grammar(GrammarKind.REGEX, ".*")).go_on(), 100)) == 99
     with pytest.raises(GrammarError, match="a token that the model does not have"):
         matchers.begin(Grammar(GrammarKind.REGEX, "zzz")).go_on()
-    with pytest.raises(GrammarError, match="no token can come next"):
+    with pytest.raises(GrammarError, match="no token of the model can come next"):
         matchers.begin(Grammar(GrammarKind.REGEX, "[y-z]b")).go_on()
+
+
+def test_a_grammar_that_no_token_begins_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match="no token of the model can come next"):
+        made(metaspace_tokenizer(), tmp_path).begin(Grammar(GrammarKind.REGEX, "[#%]a")).go_on()
 
 
 @pytest.fixture(scope="module")
