@@ -141,12 +141,12 @@ def in_16_bits(scale: Tensor) -> Tensor:
 
 def nf4_blocks(weight: Tensor) -> QuantisedWeight:
     """A dense weight [F, D] in NF4."""
-    return _nearest(weight, nf4_levels().to(weight.device))
+    return _nearest(weight, nf4_levels())
 
 
 def fp4_blocks(weight: Tensor) -> QuantisedWeight:
     """A dense weight [F, D] in bitsandbytes' FP4."""
-    return _nearest(weight, fp4_levels().to(weight.device))
+    return _nearest(weight, fp4_levels())
 
 
 def nf4_levels() -> Tensor:
@@ -177,14 +177,14 @@ def fp4_levels() -> Tensor:
 
 
 def _nearest(weight: Tensor, levels: Tensor) -> QuantisedWeight:
-    outputs, inputs = weight.shape
+    (outputs, inputs), device = weight.shape, weight.device
     groups = contiguous_groups(LEVEL_BLOCK, inputs)
     num_blocks = int(groups[-1]) + 1
-    ascending, code_of = levels.unique(return_inverse=True)  # FP4 has two zeros
-    code_of = torch.stack([(code_of == place).nonzero()[0, 0] for place in range(len(ascending))]).to(torch.uint8)
-    between = (ascending[1:] + ascending[:-1]) / 2
-    codes = torch.empty(outputs, inputs, dtype=torch.uint8, device=weight.device)
-    scale = torch.empty(outputs, num_blocks, device=weight.device)
+    ascending = levels.unique()  # FP4 has two zeros
+    between = ((ascending[1:] + ascending[:-1]) / 2).to(device)
+    code_of = (ascending[:, None] == levels).int().argmax(1).to(device, torch.uint8)
+    codes = torch.empty(outputs, inputs, dtype=torch.uint8, device=device)
+    scale = torch.empty(outputs, num_blocks, device=device)
     step = max(1, PIECE // inputs)
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
@@ -195,4 +195,4 @@ def _nearest(weight: Tensor, levels: Tensor) -> QuantisedWeight:
         scaled = (exact / largest.clamp(min=TINY)[..., None]).flatten(1)[:, :inputs]
         places = torch.bucketize(scaled.contiguous(), between, out_int32=True)
         codes[rows], scale[rows] = code_of.index_select(0, places.flatten()).view(places.shape), largest
-    return QuantisedWeight(codes, BITS, scale, groups.to(weight.device), levels=levels)
+    return QuantisedWeight(codes, BITS, scale, groups.to(device), levels=levels.to(device))
