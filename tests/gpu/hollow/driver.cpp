@@ -636,6 +636,12 @@ API CUresult cuLaunchKernelEx(const CUlaunchConfig *how, CUfunction function, vo
     dim3 grid(how->gridDimX, how->gridDimY, how->gridDimZ), block(how->blockDimX, how->blockDimY, how->blockDimZ);
     return as_driver(launch((char *)function, grid, block, how->sharedMemBytes, how->hStream));
 }
+API CUresult cuTensorMapEncodeTiled(
+    CUtensorMap *map, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+    const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
+) {
+    return *map = {}, CUDA_SUCCESS;
+}
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *with) {
     return as_driver(put(stream, __func__, [=] { function(with); }));
 }
@@ -694,7 +700,7 @@ ABSENT(cuMemExportToShareableHandle) ABSENT(cuMemImportFromShareableHandle) ABSE
 ABSENT(cuMemGetAllocationPropertiesFromHandle) ABSENT(cuMemRetainAllocationHandle) ABSENT(cuMulticastAddDevice)
 ABSENT(cuMulticastBindMem) ABSENT(cuMulticastUnbind) ABSENT(cuGreenCtxCreate) ABSENT(cuGreenCtxDestroy)
 ABSENT(cuGreenCtxStreamCreate) ABSENT(cuCtxFromGreenCtx) ABSENT(cuDevResourceGenerateDesc)
-ABSENT(cuDevSmResourceSplitByCount) ABSENT(cuDeviceGetDevResource) ABSENT(cuTensorMapEncodeTiled)
+ABSENT(cuDevSmResourceSplitByCount) ABSENT(cuDeviceGetDevResource)
 ABSENT(cuMemsetD32Async) ABSENT(cuStreamWriteValue32) ABSENT(cuLaunchCooperativeKernel)
 
 // NVML, which torch's allocator asks for processes on the device when it has no more memory.
