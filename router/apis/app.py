@@ -51,7 +51,7 @@ from router.grammars.compiler import Compiler
 from router.http.bodies import Bodies
 from router.http.guard import ClientGone
 from router.http.responses import StaticFile
-from router.requests.adapters import Adapters, NoShelf, Shelf
+from router.requests.adapters import Adapters, Shelf
 from router.requests.generation import Generator
 from router.requests.validation import Validator
 from router.sandbox import TaskError
@@ -98,7 +98,7 @@ def create_app(
     permits = Permits(limits.max_concurrent_requests, batcher.seconds_until_free)
     accounts = accounts if accounts is not None else accounts_of(config)
     metrics.add(AccountMetrics(accounts), *AccountMetrics.COUNTERS)
-    adapters = adapters_of(config, model.world_size)
+    adapters = adapters_of(config, model.world_size, shelf)
     metrics.adapters.expect(adapters.names())
     generator = Generator(validator, batcher, metrics, tracer, permits, adapters)
     template = chat_template if chat_template is not None else chat_template_of(config)
@@ -120,7 +120,6 @@ def create_app(
         shared_health=SharedHealth(shards),
         generator=generator,
         adapters=adapters,
-        shelf=shelf if shelf is not None else NoShelf(),
     )
 
     app = _bare_app(partial(_lifespan, services=services, compiler=compiler, tracer=tracer))
@@ -175,10 +174,16 @@ def accounts_of(config: RouterConfig) -> Accounts:
     return Accounts(config.api_key, Path(config.api_keys_file) if config.api_keys_file is not None else None)
 
 
-def adapters_of(config: RouterConfig, num_shards: int) -> Adapters:
+def adapters_of(config: RouterConfig, num_shards: int, shelf: Shelf | None) -> Adapters:
     """The adapters that requests may name."""
-    most = most_adapter_bytes(config.adapter_memory, num_shards)
-    return Adapters(config.own_names, config.adapters, config.adapter_dir, is_on=config.has_adapters, most_bytes=most)
+    return Adapters(
+        config.own_names,
+        config.adapters,
+        config.adapter_dir,
+        is_on=config.has_adapters,
+        most_bytes=most_adapter_bytes(config.adapter_memory, num_shards),
+        shelf=shelf,
+    )
 
 
 def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer, matching: Matching | None) -> Compiler:

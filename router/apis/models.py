@@ -100,7 +100,7 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
         allowed = caller_of(request, services).adapters
         if not adapters.is_on or adapters.serves_base(allowed):
             yield adapters.base
-        yield from adapters.served(services.shelf, allowed)
+        yield from adapters.served(allowed)
 
     async def models(request: Request) -> Response:
         return _json(listing.page(list(names_for(request)), is_anthropic=VERSION in request.headers))
@@ -127,8 +127,8 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         _refuse_strangers(request, services)
         body = await read(request, services, LoadAdapter)
         with services.permits.hold(account_of(request)), ClientConnection.of(request.scope).needed():
-            asked = (body.lora_name, body.lora_path, services.shelf)
-            adapter = await services.adapters.load(*asked, in_place=body.load_inplace is True)
+            in_place = body.load_inplace is True
+            adapter = await services.adapters.load(body.lora_name, body.lora_path, in_place=in_place)
         logger.info("loaded the adapter %s", adapter.name, extra={"key": adapter.key.hex()})
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
@@ -136,7 +136,7 @@ def add_adapter_routes(app: FastAPI, services: Services) -> None:
         _refuse_strangers(request, services)
         body = await read(request, services, UnloadAdapter)
         with services.permits.hold(account_of(request)):
-            await services.adapters.unload(body.lora_name, services.shelf)
+            await services.adapters.unload(body.lora_name)
         logger.info("unloaded the adapter %s", body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

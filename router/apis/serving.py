@@ -31,7 +31,7 @@ from router.http.bodies import Bodies
 from router.http.guard import ClientConnection
 from router.http.responses import PING, EventStream, Frames, PlainAnswer, first_events
 from router.requests import continuing, schemas
-from router.requests.adapters import Adapters, Shelf
+from router.requests.adapters import Adapters
 from router.requests.generation import Answer, Caller, Generator, OpenRequest
 from router.requests.schemas import GenerateParameters, PromptRequest, Rendering
 from router.requests.validation import Validator
@@ -77,7 +77,6 @@ class Services:
     shared_health: SharedHealth
     generator: Generator
     adapters: Adapters
-    shelf: Shelf
 
     @cached_property
     def answer_formats(self) -> AnswerFormats:

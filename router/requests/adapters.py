@@ -91,6 +91,7 @@ class Adapters:
     """All adapters that requests may name. Raises ValueError for names of the settings that cannot be.
 
     own_names: of the model, the first of which is shown. is_on: whether there may be any. most_bytes: of one's files.
+    shelf: where those that are loaded are read; None: the first request for one finds out.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Adapters:
         *,
         is_on: bool = True,
         most_bytes: int = NO_LIMIT,
+        shelf: Shelf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.base = own_names[0]
@@ -108,6 +110,7 @@ class Adapters:
         self.folder = None if folder is None else str(Path(folder).expanduser())
         self._own = frozenset(own_names)
         self._most_bytes = most_bytes
+        self._shelf = shelf if shelf is not None else NoShelf()
         self._clock = clock
         self._named = {name: Source(name, path) for name, path in listed}
         self._found: OrderedDict[str, Source] = OrderedDict()  # in the folder, the latest used last
@@ -126,11 +129,11 @@ class Adapters:
         every = (name for names in (self._named, self._found) for name in names)
         return (name for name in every if allowed is None or name in allowed)
 
-    def served(self, shelf: Shelf, allowed: Allowed = None) -> Iterator[str]:
+    def served(self, allowed: Allowed = None) -> Iterator[str]:
         """Those of these names that no shard has refused."""
         for name in self.names(allowed):
             content = (self._named.get(name) or self._found[name]).content
-            if content is None or not shelf.refuses(_adapter_of(name, content)):
+            if content is None or not self._shelf.refuses(_adapter_of(name, content)):
                 yield name
 
     def serves_base(self, allowed: Allowed = None) -> bool:
@@ -254,16 +257,15 @@ class Adapters:
 
     def _unknown(self, name: str, allowed: Allowed) -> UnknownModel:
         """The refusal of a name, with the beginning of those that there are."""
-        shown = list(islice(self.names(allowed), SHOWN_NAMES))
-        count = len(self) if allowed is None else sum(1 for _ in self.names(allowed))
-        served = [*([self.base] if self.serves_base(allowed) else []), *shown]
-        more = f" and {count - len(shown)} more" if count > len(shown) else ""
-        there = f"{', '.join(served) or 'nothing that this API key may use'}{more}"
+        names = self.served(allowed)
+        shown = [*([self.base] if self.serves_base(allowed) else []), *islice(names, SHOWN_NAMES)]
+        more = f" and {count} more" if (count := sum(1 for _ in names)) else ""
+        there = f"{', '.join(shown) or 'nothing that this API key may use'}{more}"
         return UnknownModel(f"the model {harmless(name)} is not served here: there is {there}")
 
     # ----------------------------------------------------------------------------------------------------- changing
 
-    async def load(self, name: str, path: str, shelf: Shelf, *, in_place: bool) -> Adapter:
+    async def load(self, name: str, path: str, *, in_place: bool) -> Adapter:
         """Have a name stand for the adapter at `path`, below the folder, from now on, once it is at hand.
 
         in_place: whether it may stand for another one already. Raises ValidationError and Unavailable; the name then
@@ -285,7 +287,7 @@ class Adapters:
                 f"`lora_path` {harmless(path)} {error}: give the path of an adapter's folder in that of --adapter-dir"
             ) from None
         adapter = _adapter_of(name, source.content)
-        if problem := await shelf.prepare(adapter):
+        if problem := await self._shelf.prepare(adapter):
             raise AdapterRefused(name, problem, adapter.folder)
         self._refuse_taken(name, in_place=in_place)  # by another request meanwhile
         source.looked_at = self._clock()
@@ -300,7 +302,7 @@ class Adapters:
                 f"the adapter {name} is loaded already: set `load_inplace` to true to have another in its place"
             )
 
-    async def unload(self, name: str, shelf: Shelf) -> None:
+    async def unload(self, name: str) -> None:
         """Have a name stand for nothing; what runs goes on. Raises UnknownModel."""
         source = self._named.pop(name, None) or self._found.pop(name, None)
         if source is None:
@@ -312,7 +314,7 @@ class Adapters:
         if len(self._unloaded) > MOST_UNLOADED:
             self._unloaded.popitem(last=False)
         if source.content is not None and source.content.key not in self._keys():
-            shelf.discard(source.content.key)
+            self._shelf.discard(source.content.key)
 
     def _keys(self) -> set[bytes]:
         """Of all contents that names stand for."""

@@ -331,40 +331,40 @@ async def test_only_some_of_a_large_folder_are_kept(home: Path) -> None:
 
 
 async def test_a_loaded_adapter_has_a_name_of_its_own_until_it_is_unloaded(home: Path) -> None:
-    found, shards = of_folder(home), Shards()
+    found = of_folder(home, shelf=(shards := Shards()))
     adapter_folder(home / "deep" / "er", "d")
-    loaded = await found.load("mine", "deep/er", shards, in_place=False)
+    loaded = await found.load("mine", "deep/er", in_place=False)
     assert loaded == Adapter("mine", content_key(home / "deep" / "er"), str(home / "deep" / "er")) == shards.prepared[0]
     assert loaded == await found.chosen("mine", None) and ["mine"] == list(found.names())
-    await found.load("also", "deep/er", shards, in_place=False)
-    await found.unload("also", shards)
+    await found.load("also", "deep/er", in_place=False)
+    await found.unload("also")
     assert [] == shards.discarded  # another name stands for the same
-    await found.unload("mine", shards)
+    await found.unload("mine")
     assert [loaded.key] == shards.discarded
     await refusal(found, "mine")
     with pytest.raises(UnknownModel):
-        await found.unload("mine", shards)
+        await found.unload("mine")
 
 
 async def test_another_takes_a_name_s_place_only_where_that_is_asked_for(home: Path) -> None:
     found = of_folder(home)
     adapter_folder(home / "b", "b")
-    first = await found.load("mine", str(home / "alice"), Shards(), in_place=False)
+    first = await found.load("mine", str(home / "alice"), in_place=False)
     with pytest.raises(ValidationError, match="the adapter mine is loaded already: set `load_inplace` to true"):
-        await found.load("mine", "b", Shards(), in_place=False)
+        await found.load("mine", "b", in_place=False)
     assert first == await found.find("mine")
-    second = await found.load("mine", "b", Shards(), in_place=True)
+    second = await found.load("mine", "b", in_place=True)
     assert first.key != second.key and second == await found.find("mine")
 
 
 async def test_an_unloaded_name_is_not_found_in_the_folder_again(home: Path) -> None:
     found = of_folder(home)
-    await found.unload("alice", Shards())  # which nobody has asked for yet
+    await found.unload("alice")  # which nobody has asked for yet
     await refusal(found, "alice")
-    await found.load("alice", "alice", Shards(), in_place=False)
+    await found.load("alice", "alice", in_place=False)
     assert "alice" == (await found.find("alice")).name
     listed = Adapters(OWN, [("bob", str(home / "alice"))], str(home))
-    await listed.unload("bob", Shards())
+    await listed.unload("bob")
     await refusal(listed, "bob")
 
 
@@ -377,14 +377,14 @@ async def test_nothing_is_loaded_but_from_below_the_folder(home: Path, path: str
     found = of_folder(home)
     for given in (path, str(home / path) if "\0" not in path else path):
         with pytest.raises(ValidationError, match=r"`lora_path` .*: give the path of an adapter's folder in that of"):
-            await found.load("mine", given, Shards(), in_place=True)
+            await found.load("mine", given, in_place=True)
     assert [] == list(found.names())
 
 
 async def test_of_two_that_load_one_name_at_once_one_is_refused(home: Path) -> None:
     found = of_folder(home)
     adapter_folder(home / "b", "b")
-    both = [found.load("mine", path, Shards(), in_place=False) for path in ("alice", "b")]
+    both = [found.load("mine", path, in_place=False) for path in ("alice", "b")]
     results = await asyncio.gather(*both, return_exceptions=True)
     assert 1 == sum(isinstance(result, ValidationError) for result in results)
 
@@ -398,35 +398,38 @@ async def test_a_folder_called_as_the_model_is_nobodys(home: Path) -> None:
 
 
 async def test_what_shards_refuse_is_told_without_the_folder(home: Path) -> None:
-    found, problem = of_folder(home), f"tensor a in {home}/alice/adapter_model.safetensors has NaN"
+    problem = f"tensor a in {home}/alice/adapter_model.safetensors has NaN"
+    found = of_folder(home, shelf=Shards(problem))
     with pytest.raises(ValidationError, match=r"cannot be served: tensor a in adapter_model\.safetensors has NaN"):
-        await found.load("mine", "alice", Shards(problem), in_place=False)
+        await found.load("mine", "alice", in_place=False)
 
 
 async def test_what_shards_refuse_is_not_shown(home: Path) -> None:
     adapter_folder(home / "bob", "b")
-    found, shards = of_folder(home), Shards()
+    found = of_folder(home, shelf=(shards := Shards()))
     shards.refused.add("bob")
     for name in ("alice", "bob"):
         await found.find(name)
-    assert ["alice"] == list(found.served(shards)) == list(found.served(shards, {"alice", "bob"}))
+    assert ["alice"] == list(found.served()) == list(found.served({"alice", "bob"}))
     assert ["alice", "bob"] == list(found.names())
+    assert "the model eve is not served here: there is a/model, alice" == await refusal(found, "eve")
 
 
 async def test_what_shards_refuse_is_not_loaded(home: Path) -> None:
-    found = of_folder(home)
+    refusing, found = of_folder(home, shelf=Shards("it has NaN in its weights")), of_folder(home)
     with pytest.raises(ValidationError, match="the adapter mine cannot be served: it has NaN in its weights"):
-        await found.load("mine", "alice", Shards("it has NaN in its weights"), in_place=False)
+        await refusing.load("mine", "alice", in_place=False)
+    assert [] == list(refusing.names())
     for name in ("a/model", "tgi", "../x", "", "x" * 129):
         with pytest.raises(ValidationError, match=r"`lora_name` .*cannot be an adapter's"):
-            await found.load(name, "alice", Shards(), in_place=False)
+            await found.load(name, "alice", in_place=False)
     with pytest.raises(ValidationError, match="start the server with a folder for them, --adapter-dir"):
-        await Adapters(OWN, [("x", "/x")]).load("mine", "alice", Shards(), in_place=False)
+        await Adapters(OWN, [("x", "/x")]).load("mine", "alice", in_place=False)
     assert [] == list(found.names())
     with patch.object(adapters, "MOST_NAMED", 1):
-        await found.load("one", "alice", Shards(), in_place=False)
+        await found.load("one", "alice", in_place=False)
         with pytest.raises(ValidationError, match="1 adapters are loaded, which is the most: unload some"):
-            await found.load("two", "alice", Shards(), in_place=False)
+            await found.load("two", "alice", in_place=False)
 
 
 async def test_a_folder_that_is_away_is_no_answer_about_what_lies_in_it(
