@@ -31,7 +31,13 @@ RELATED = (
     "max_inter_token_ms",
 )
 # Likewise those that `tier_problems` asks for.
-TIERS = ("prefix_cache_host_gb", "prefix_cache_disk_gb", "prefix_cache_dir", "disable_prefix_caching")
+TIERS = (
+    "prefix_cache_host_gb",
+    "prefix_cache_disk_gb",
+    "prefix_cache_dir",
+    "disable_prefix_caching",
+    "kv_on_device",
+)
 ADAPTERS = ("adapter_dir", "allow_adapter_changes")  # and `adapter_problems`
 SPECULATIVE = ("speculative_model", "speculative_method", "speculate")  # and `speculative_problems`
 LARGEST = 2**31 - 1  # of a setting without a bound of its own: what 32 bits hold on the wire and in tensors

@@ -450,8 +450,10 @@ def tier_problems(
     prefix_cache_disk_gb: float,
     prefix_cache_dir: str | None,
     disable_prefix_caching: bool,
+    kv_on_device: str,
 ) -> list[str]:
     """What is wrong with these settings together, each with its remedy."""
+    has_tiers = bool(prefix_cache_host_gb or prefix_cache_disk_gb)
     problems = []
     if prefix_cache_disk_gb and not prefix_cache_dir:
         problems.append(
@@ -463,7 +465,12 @@ def tier_problems(
             f"--prefix-cache-dir is {prefix_cache_dir} but --prefix-cache-disk-gb is 0: say how much of that disk the "
             "prefix cache may take, or leave both out"
         )
-    if disable_prefix_caching and (prefix_cache_host_gb or prefix_cache_disk_gb):
+    if has_tiers and not Share.parse(kv_on_device).is_all:
+        problems.append(
+            f"--kv-on-device {kv_on_device} has no prefix cache on host or disk: leave out "
+            "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
+        )
+    if disable_prefix_caching and has_tiers:
         problems.append(
             "--disable-prefix-caching is set, so nothing could use --prefix-cache-host-gb and --prefix-cache-disk-gb: "
             "leave out either it or them"

@@ -135,11 +135,7 @@ def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> 
     on_device = Share.parse(config.kv_on_device)
     if on_device.is_all:
         return KvOnDevice()
-    if config.has_tiers:
-        raise ValueError(
-            f"--kv-on-device {config.kv_on_device} has no prefix cache on host or disk: leave out "
-            "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
-        )
+    assert not config.has_tiers, "the launcher refuses it"
     if len({spec.cached(layer) for layer in spec.layers if layer.recurrence is None}) > 1:
         raise ValueError(
             f"--kv-on-device {config.kv_on_device} is for models whose layers all keep keys and values, of one size: "

@@ -234,6 +234,10 @@ def test_wrong_value_is_refused_with_its_remedy(argv: list[str], environ: dict[s
             ["--prefix-cache-disk-gb", "1"],
             "--prefix-cache-disk-gb is 1 but there is no --prefix-cache-dir: give a folder",
         ),
+        (
+            ["--kv-on-device", "50%", "--offload-dir", str(ROOT), "--prefix-cache-host-gb", "1"],
+            "--kv-on-device 50% has no prefix cache on host or disk: leave out --prefix-cache-host-gb and",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(argv: list[str], expected: str) -> None:

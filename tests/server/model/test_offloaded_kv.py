@@ -351,7 +351,6 @@ def shard_config(tmp_path: Path, **settings: Any) -> ShardConfig:
     ("settings", "sentence"),
     [
         ({}, "--kv-on-device 50% leaves KV blocks to a disk: name a folder on one with --offload-dir"),
-        ({"prefix_cache_host_gb": 0.1}, "--kv-on-device 50% has no prefix cache on host or disk: leave out"),
         ({"offload_dir": "/tmp", "kv_on_host": "10%"}, "--kv-on-host is for GPUs: .* leave it out"),
     ],
 )
