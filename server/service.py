@@ -90,7 +90,7 @@ class ShardService(pb_grpc.ShardServicer):
             steps_finished=self._received - len(self._arrivals),
             oldest_step_ms=int(age * 1000),
             collectives=self._engine.shard.progress.begun,
-            read_bytes=self._engine.moved_bytes() + self._engine.kv_placement.moved_bytes,
+            activity=self._engine.activity(),
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:

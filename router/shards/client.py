@@ -59,15 +59,25 @@ logger = logging.getLogger(__name__)
 class ShardError(Exception):
     """A shard is lost or broke the protocol. Nothing can run on these shards any more.
 
+    rank: of the one that is to blame; None: the launcher ended them all and has said why.
     is_known: whether the cause is complete. That a connection ended is not: the launcher knows better why its process
     did.
     """
 
-    def __init__(self, rank: int, cause: str, *, is_known: bool = True) -> None:
-        super().__init__(f"shard {rank}: {cause}")
+    def __init__(self, rank: int | None, cause: str, *, is_known: bool = True) -> None:
+        super().__init__(cause if rank is None else f"shard {rank}: {cause}")
         self.rank = rank
         self.cause = cause
         self.is_known = is_known
+
+
+@dataclass(frozen=True, slots=True)
+class SignsOfLife:
+    """Of all ranks. laggard: the least advanced, for which the others wait; activity: `HealthReply.activity` of all."""
+
+    silent: int | None  # the first rank that gives none
+    laggard: int = 0
+    activity: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,20 +351,15 @@ class ShardedClient:
         reply: StreamedReply = await self._ranks[0].call("Streamed", StreamedRequest(forget=forget))
         return reply
 
-    async def silent(self, seconds: float) -> int | None:
-        """The first rank that gives no sign of life within `seconds`; None if all do."""
+    async def signs_of_life(self, seconds: float) -> SignsOfLife:
+        """What all ranks say of themselves within `seconds`."""
         calls = (rank.call("Health", HealthRequest(), seconds) for rank in self._ranks)
-        replies = await asyncio.gather(*calls, return_exceptions=True)
-        return next((rank for rank, reply in enumerate(replies) if isinstance(reply, BaseException)), None)
-
-    async def laggard(self, seconds: float) -> tuple[int, int]:
-        """Which of ranks that all give signs of life keeps the others waiting, the least advanced.
-
-        And what all have read of weights that stream, in bytes since their start.
-        """
-        replies = await self._all("Health", HealthRequest(), seconds)
+        replies: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        silent = next((rank for rank, reply in enumerate(replies) if isinstance(reply, BaseException)), None)
+        if silent is not None:
+            return SignsOfLife(silent)
         progress = [(reply.collectives, reply.steps_finished) for reply in replies]
-        return progress.index(min(progress)), sum(reply.read_bytes for reply in replies)
+        return SignsOfLife(None, progress.index(min(progress)), sum(reply.activity for reply in replies))
 
     def check(self) -> None:
         """Nothing: what is lost shows in `receive`."""

@@ -36,14 +36,16 @@ from router.shards.client import (
 )
 
 FLOOR_S = 2.0  # no step is late before
+GPU_FLOOR_S = 10.0  # likewise, where the first step of its kind compiles kernels or has libraries load theirs
 FACTOR = 10.0  # times what the slowest steps of its size took
 TICK_S = 0.25  # how often the oldest step is looked at
 MOST_S = 600.0  # for a step of a size that has not come yet, or the first of all
-READ_S = 10.0  # a disk that brings nothing for so long is stuck
+ACTIVE_S = 10.0  # a disk that brings nothing for so long is stuck, and so is a compiler that ends no kernel
 SAMPLES = 256  # step times kept of each size
-PROBE_S = 1.5  # for every rank to give a sign of life while a step goes on for longer than half of FLOOR_S
+PROBE_S = 1.5  # for every rank to give a sign of life while a step goes on for longer than half of the floor
 ANSWER_S = 10.0  # for every rank to give one to a router that is started beside them
 MOST_LINE_BYTES = 64 * 1024  # of what the launcher says at once
+ENDED = "the launcher ended them all, as its log says"
 
 Result = TypeVar("Result")
 
@@ -78,13 +80,15 @@ class ShardGroup:
 
     async def expect_answers(self) -> None:
         """Ask ranks that were ready before. Raises ShardError when one of them does not answer."""
-        rank = await self._client.silent(ANSWER_S)
+        rank = (await self._client.signs_of_life(ANSWER_S)).silent
         if rank is not None:
             raise ShardError(rank, "it does not answer")
 
     async def info(self) -> ModelInfo:
         """What was loaded."""
-        return await self._client.info()
+        info = await self._client.info()
+        self._watch.floor = GPU_FLOOR_S if info.device == "cuda" else FLOOR_S
+        return info
 
     async def warmup(self, **wanted: Any) -> KvCache:
         """Make the ranks ready; a later group is asked for the KV cache that this one got, or what fits of it."""
@@ -168,27 +172,21 @@ class ShardGroup:
         while True:
             await asyncio.sleep(TICK_S)
             age = self._watch.age(self._clock())
-            if age > FLOOR_S / 2 and self._loss is None:
+            if age > self._watch.floor / 2 and self._loss is None:
                 await self._examine(self._watch, age)
 
     async def _examine(self, watch: StepWatch, age: float) -> None:
         """A step takes long. Lose the group if a rank is silent, or if the step is late for its size."""
         client, step, since = self._client, watch.num_answered, self._clock()
         probe_s = PROBE_S * watch.patience
-        rank = await client.silent(probe_s)
+        signs = await client.signs_of_life(probe_s)
         took = self._clock() - since
         if took > probe_s + 2 * TICK_S:
             return  # this process did not run either, so silence says nothing of the ranks
-        cause = "it does not answer"
+        rank, cause = signs.silent, "it does not answer"
         age += took
-        if rank is None and watch.is_late(age):
-            try:
-                rank, read_bytes = await client.laggard(PROBE_S)
-                if watch.is_reading(read_bytes, since):
-                    return  # a slow disk
-            except ShardError as error:
-                rank = error.rank
-            cause = "it answers, but its step does not end"
+        if rank is None and not watch.is_active(signs.activity, since) and watch.is_late(age):
+            rank, cause = signs.laggard, "it answers, but its step does not end"
         if rank is not None and self._loss is None and (client, step) == (self._client, watch.num_answered):
             watch.is_given_up = True
             self._lose(ShardError(rank, f"{cause}: a step has taken {age:.1f} s"))
@@ -197,7 +195,7 @@ class ShardGroup:
         """The launcher has said something: if that is a new group, this one is gone."""
         assert self._news is not None
         if self._loss is None and (self._news.number > self.number or self._news.refusal is not None):
-            self._lose(ShardError(0, self._news.refusal or "its group was ended"))
+            self._lose(ShardError(None, self._news.refusal or ENDED))
 
     def _lose(self, error: ShardError) -> None:
         self._loss = error
@@ -227,7 +225,8 @@ class ShardGroup:
     async def _replace(self, error: ShardError) -> None:
         """Wait for the launcher's next group and take it. Raises ShardError when there will be none."""
         self._loss = error
-        self._tell("group_lost", rank=error.rank, cause=error.cause, is_known=error.is_known)
+        if error.rank is not None:
+            self._tell("group_lost", rank=error.rank, cause=error.cause, is_known=error.is_known)
         await self._client.close()
         if self._news is None:
             raise error
@@ -251,7 +250,7 @@ class ShardGroup:
         try:
             await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise ShardError(0, "its group was ended while it started")
+                raise ShardError(None, ENDED)
             return await working
         finally:
             for task in (working, ended):
@@ -319,28 +318,29 @@ class NextGroup:
 class StepWatch:
     """How long a step may take: after that, shards that answer but do not finish it count as hung.
 
-    A step is late after ten times what the slowest steps of its size took, and never before `FLOOR_S`. Sizes are powers
+    A step is late after ten times what the slowest steps of its size took, and never before the floor. Sizes are powers
     of two of the tokens computed, because a step with a long chunk takes a hundred times as long as one that decodes;
     of a size that has not come yet, the next larger one says how long, or a smaller one in proportion. The age of a
     step counts the time that this process was awake: where the whole machine stood still, nothing is late. Nor is a
-    step late whose weights still come from a disk, however slowly. Shards in the place of some that were late have
-    twice their patience until they have answered `SAMPLES` steps: where busy cores make every step late, other shards
-    would be late for ever. Arithmetic alone, without a clock.
+    step late that waits for weights from a disk, however slow, or for kernels that are compiled. Shards in the place of
+    some that were late have twice their patience until they have answered `SAMPLES` steps: where busy cores make every
+    step late, other shards would be late for ever. Arithmetic alone, without a clock.
     """
 
     def __init__(self, before: StepWatch | None = None) -> None:
         """before: of the shards in whose place others are; steps take what they took."""
         self.num_answered = 0
         self.is_given_up = False  # the oldest step was not waited for any longer
+        self.floor: float = FLOOR_S if before is None else before.floor
         self.patience = 1.0  # times what a step may take, and the sign of life of a rank
         if before is not None and before.is_given_up:
-            self.patience = min(2.0 * before.patience, MOST_S / FLOOR_S)
+            self.patience = min(2.0 * before.patience, MOST_S / self.floor)
         self._sizes: deque[int] = deque()  # of the steps under way
         self._began_at = 0.0  # when the oldest could begin: it was sent, and the one before it answered
         self._asleep = 0.0  # of the time since, seconds that this process did not run
         self._seen_at = 0.0
-        self._read_bytes = 0  # by the shards, when they were last asked
-        self._read_at: float | None = None  # when that was found to have grown
+        self._activity: int | None = None  # of the shards, when they were last asked
+        self._active_at: float | None = None  # when that was found to have grown
         # Size -> seconds of its latest steps.
         self._times: dict[int, deque[float]] = before._times if before is not None else {}
 
@@ -372,22 +372,23 @@ class StepWatch:
         """Whether the oldest step may not be so old."""
         return bool(self._sizes) and age > self.patience * self._deadline(self._sizes[0])
 
-    def is_reading(self, read_bytes: int, now: float) -> bool:
-        """Whether weights have come from a disk of late. read_bytes: since the shards' start. For a late step."""
-        if read_bytes != self._read_bytes:
-            self._read_bytes, self._read_at = read_bytes, now
-        return self._read_at is not None and now - self._read_at < READ_S
+    def is_active(self, activity: int, now: float) -> bool:
+        """Whether a step that takes long waits for something that goes on. activity: since the shards' start."""
+        if self._activity is not None and activity != self._activity:
+            self._active_at = now
+        self._activity = activity
+        return self._active_at is not None and now - self._active_at < ACTIVE_S
 
     def _deadline(self, size: int) -> float:
         if size in self._times:
-            return max(FLOOR_S, FACTOR * self._slowest(size))
+            return max(self.floor, FACTOR * self._slowest(size))
         larger = min((other for other in self._times if other > size), default=None)
         if larger is not None:
-            return max(FLOOR_S, FACTOR * self._slowest(larger))
+            return max(self.floor, FACTOR * self._slowest(larger))
         if not self._times:
             return MOST_S
         known = max(self._times)
-        return min(max(FLOOR_S, FACTOR * self._slowest(known) * 2.0 ** (size - known)), MOST_S)
+        return min(max(self.floor, FACTOR * self._slowest(known) * 2.0 ** (size - known)), MOST_S)
 
     def _slowest(self, size: int) -> float:
         """The 99th percentile of the latest steps of a size."""

@@ -644,6 +644,9 @@ class Backend(Protocol):
     def measured_products(self) -> Sequence[str]:
         """Which way each product is computed that was measured, for people; none where none was."""
 
+    def num_compilations(self) -> int:
+        """Kernels that were compiled since the start."""
+
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         """A fresh capture, for a model of which nothing is said by `why_not_captured`.
 

@@ -79,7 +79,7 @@ class Engine:
         self.adapters = adapters
         self.proposer = proposer
         self.neighbours = neighbours or NoNeighbours()
-        self.moved_bytes = moved_bytes
+        self._moved_bytes = moved_bytes
         self.shard = shard
         self.backend = backend
         self.device = backend.device
@@ -252,6 +252,10 @@ class Engine:
     def pads_chunks(self) -> bool:
         """Whether steps with prompts are captured too, so that a chunk costs what the next larger captured one does."""
         return self._graphs is not None and self._graphs.mixed is not None and self._graphs.mixed.has_sizes
+
+    def activity(self) -> int:
+        """What grows while a step waits for something that goes on: bytes from and to a disk, and compiled kernels."""
+        return self._moved_bytes() + self.kv_placement.moved_bytes + self.backend.num_compilations()
 
     @property
     def failed_captures(self) -> list[str]:

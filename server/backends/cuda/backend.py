@@ -15,6 +15,7 @@ from server.backends.cuda import FLOAT8_SINCE
 from server.backends.cuda.adapters import CudaAdapted
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Shares
+from server.backends.cuda.compilations import Compilations
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES
 from server.backends.cuda.kernels.convolution import FusedShortConv
@@ -73,6 +74,7 @@ class CudaBackend(ReferenceBackend):
     def __init__(self, device: Device, dtype: torch.dtype):
         super().__init__(device)
         self.logits = KernelLogits()
+        self._compilations = Compilations()
         clock = EventClock(device.torch_device) if dtype != torch.float32 else None
         self._chooser = Chooser(clock, (RuntimeError, TritonError))
         is_gpu = device.torch_device.type == "cuda"
@@ -158,6 +160,9 @@ class CudaBackend(ReferenceBackend):
 
     def measured_products(self) -> Sequence[str]:
         return self._chooser.found
+
+    def num_compilations(self) -> int:
+        return self._compilations.count
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         return MeasuredCapture(sizes or SIZES, self._capture_stream, self._chooser)

@@ -153,6 +153,9 @@ class ReferenceBackend:
     def measured_products(self) -> Sequence[str]:
         return ()
 
+    def num_compilations(self) -> int:
+        return 0
+
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         raise AssertionError("why_not_captured says that nothing is")
 

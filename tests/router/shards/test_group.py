@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from router.__main__ import _listen_to_launcher, _watch
-from router.shards.client import KvCache, ShardError
-from router.shards.group import FLOOR_S, PROBE_S, NextGroup, ShardGroup
+from router.shards.client import KvCache, ShardError, SignsOfLife
+from router.shards.group import FLOOR_S, GPU_FLOOR_S, PROBE_S, NextGroup, ShardGroup, StepWatch
 from router.shards.wire import step_request
 from server.pb.generate_pb2 import NewSequence
 
@@ -20,12 +21,11 @@ from server.pb.generate_pb2 import NewSequence
 class Ranks:
     """Ranks of whom one may be dumb, and one may lag. `clock` goes on by `probe_s` while they are asked."""
 
-    def __init__(
-        self, *, dumb: int | None = None, laggard: int = 0, probe_s: float = 0.01, read_bytes: int = 0
-    ) -> None:
+    def __init__(self, *, dumb: int | None = None, laggard: int = 0, probe_s: float = 0.01, active: int = 0) -> None:
+        self.device = "cpu"
         self.dumb = dumb
         self.lags = laggard
-        self.read_bytes = read_bytes
+        self.active, self.activity = active, 5
         self.probe_s = probe_s
         self.now = 100.0
         self.is_abandoned = False
@@ -36,19 +36,20 @@ class Ranks:
     def send(self, request: Any) -> None:
         pass
 
-    async def silent(self, seconds: float) -> int | None:
+    async def signs_of_life(self, seconds: float) -> SignsOfLife:
         self.now += self.probe_s
-        return self.dumb
+        self.activity += self.active
+        return SignsOfLife(self.dumb, self.lags, self.activity)
 
-    async def laggard(self, seconds: float) -> tuple[int, int]:
-        return self.lags, self.read_bytes
+    async def info(self) -> Any:
+        return SimpleNamespace(device=self.device)
 
     def abandon(self) -> None:
         self.is_abandoned = True
 
 
-def looked_at(ranks: Ranks, tmp_path: Path, *, age: float) -> ShardGroup:
-    """The group, once it has been looked at when its step was so old, and such steps usually take a moment."""
+def looked_at(ranks: Ranks, tmp_path: Path, *, age: float, looks: int = 1) -> ShardGroup:
+    """The group, once it has been looked at so often until its step was so old; such steps usually take a moment."""
 
     async def story() -> ShardGroup:
         group = ShardGroup([str(tmp_path / "rank-0")], clock=ranks.clock)
@@ -57,9 +58,11 @@ def looked_at(ranks: Ranks, tmp_path: Path, *, age: float) -> ShardGroup:
         group._watch.sent(0, ranks.now)
         group._watch.received(ranks.now + 0.01)
         ranks.now += 0.01
+        began = ranks.now
         group.send(step_request(1, decode=True))
-        ranks.now += age
-        await group._examine(group._watch, age)
+        for _ in range(looks):
+            ranks.now += age / looks
+            await group._examine(group._watch, ranks.now - began)
         return group
 
     return asyncio.run(story())
@@ -80,8 +83,24 @@ def test_where_all_answer_a_late_step_is_the_laggards_fault(tmp_path: Path) -> N
     assert late._watch.is_given_up
 
 
-def test_a_late_step_whose_weights_still_come_is_not_lost(tmp_path: Path) -> None:
-    looked_at(Ranks(laggard=1, read_bytes=8), tmp_path, age=FLOOR_S).check()
+def test_a_late_step_that_waits_for_what_goes_on_is_not_lost(tmp_path: Path) -> None:
+    looked_at(Ranks(laggard=1, active=8), tmp_path, age=FLOOR_S, looks=2).check()
+
+
+def test_a_gpu_has_longer_for_a_step(tmp_path: Path) -> None:
+    """The first step of its kind compiles kernels."""
+
+    async def story() -> float:
+        group = ShardGroup([str(tmp_path / "rank-0")])
+        await group.close()
+        group._client = ranks  # type: ignore[assignment]
+        await group.info()
+        return StepWatch(group._watch).floor
+
+    ranks = Ranks()
+    assert asyncio.run(story()) == FLOOR_S
+    ranks.device = "cuda"
+    assert asyncio.run(story()) == GPU_FLOOR_S
 
 
 def test_silence_while_this_process_did_not_run_says_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.shards.group import FLOOR_S, MOST_S, READ_S, SAMPLES, TICK_S, StepWatch
+from router.shards.group import ACTIVE_S, FLOOR_S, MOST_S, SAMPLES, TICK_S, StepWatch
 
 
 def took(watch: StepWatch, prompt_tokens: int, seconds: Iterable[float], start: float = 0.0) -> float:
@@ -43,13 +43,14 @@ def test_a_quick_step_is_late_after_the_floor() -> None:
     assert FLOOR_S + TICK_S == pytest.approx(late_after(watch, now, 100.0), abs=TICK_S)
 
 
-def test_weights_still_come_until_a_disk_has_brought_nothing_for_a_while() -> None:
+def test_a_step_is_not_late_until_nothing_has_gone_on_for_a_while() -> None:
     watch = StepWatch()
-    assert not watch.is_reading(0, 100.0)  # none stream
-    assert watch.is_reading(8, 101.0)
-    assert watch.is_reading(8, 101.0 + READ_S / 2)
-    assert not watch.is_reading(8, 101.0 + READ_S)
-    assert watch.is_reading(9, 200.0)
+    assert not watch.is_active(7, 100.0)  # when it began, nobody knows
+    assert not watch.is_active(7, 100.5)
+    assert watch.is_active(8, 101.0)
+    assert watch.is_active(8, 101.0 + ACTIVE_S / 2)
+    assert not watch.is_active(8, 101.0 + ACTIVE_S)
+    assert watch.is_active(9, 200.0)
 
 
 def test_a_slow_step_is_late_after_ten_times_the_slowest_of_its_size() -> None:

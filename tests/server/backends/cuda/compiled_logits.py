@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from server.backends.cuda.compilations import Compilations
 from server.backends.cuda.logits import KernelLogits
 from server.backends.cuda.machine_code import MachineCode
 from tests.server.backends.cuda.compiled_cases import found
@@ -34,6 +35,13 @@ def assert_nothing_is_spilled(found: list[MachineCode], *names: str) -> None:
 def test_summaries_compile(dtype: torch.dtype, n: int, found: list[MachineCode]) -> None:
     KernelLogits().summarise(torch.zeros(2, BLOOM, dtype=dtype), n)
     assert_nothing_is_spilled(found, "summarise_parts", "summarise_rows")
+
+
+def test_compilations_are_counted(found: list[MachineCode]) -> None:
+    compilations = Compilations()
+    for _ in range(2):
+        KernelLogits().summarise(torch.zeros(2, BLOOM), 17)
+    assert 0 < compilations.count <= 2 < len(found)  # a kernel of this process is not compiled again
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
