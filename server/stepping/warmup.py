@@ -179,7 +179,7 @@ def warm_up(
     captured = _captured(engine, time.monotonic() - began)
     _take_first_steps(engine)
     if engine.device.measures_memory:
-        _compile_kernels(engine, min(prefill_tokens, total_tokens), top_n_tokens)
+        _compile_kernels(engine, min(prefill_tokens, total_tokens), top_n_tokens, sequences)
     clocks = engine.device.clocks(partial(_decode_for, DECODING_S, engine, total_tokens)) if _has_clocks(engine) else ""
     times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
@@ -301,27 +301,31 @@ def _take_first_steps(engine: Engine) -> None:
             )
 
 
-def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False) -> pb.StepRequest:
-    """Sequence 0 with a prompt of so many, of which nothing but tokens is asked."""
-    request = ProfileRun([tokens], engine.has_encoder).request(top_n_tokens=0)
-    request.add[0].sampling.CopyFrom(
-        pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
-    )
-    request.add[0].prompt_logprobs = False
+def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False, sequences: int = 1) -> pb.StepRequest:
+    """Sequences from 0 on with a prompt of so many, of which nothing but tokens is asked."""
+    request = ProfileRun([tokens] * sequences, engine.has_encoder).request(top_n_tokens=0)
+    sampling = pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
+    for new in request.add:
+        new.sampling.CopyFrom(sampling)
+        new.prompt_logprobs = False
     request.ClearField("masks")
     return request
 
 
-def _compile_kernels(engine: Engine, most: int, top_n_tokens: int) -> None:
+def _compile_kernels(engine: Engine, most: int, top_n_tokens: int, sequences: int) -> None:
     """Compute prompts of as many tokens, up to `most`, as there are kernels for products of so many rows.
 
-    Then prompts with each number of candidates, up to `top_n_tokens`. What is not captured compiles kernels at its
-    first use, for seconds, in which a step would count as hung.
+    Then prompts with each number of candidates, up to `top_n_tokens`, and decodes of up to as many `sequences` where
+    none are captured: kernels are for each power of two. What is not captured compiles kernels at its first use, for
+    seconds, in which a request would wait.
     """
     for length in (length for length in ROWS_OF_KERNELS if length <= most):
         _compute_prompt(engine, length)
     for candidates in range(1, top_n_tokens + 1):
         _compute_prompt(engine, 1, top_n_tokens=candidates)
+    if engine.graphs is None:
+        for power in range(min(sequences, engine.num_blocks // (1 + engine.has_encoder)).bit_length()):
+            _decode_together(engine, 1 << power)
     if engine.adapters is not None:
         with engine.adapters.rehearsing() as row:
             for length in (length for length in ROWS_WITH_ADAPTERS if length <= most):
@@ -335,6 +339,13 @@ def _compute_prompt(engine: Engine, length: int, adapter: int = 0, top_n_tokens:
     request.add[0].adapter = adapter
     _step(engine, request)
     engine.launch(pb.StepRequest(retire=[0]))
+
+
+def _decode_together(engine: Engine, sequences: int) -> None:
+    """Decode so many sequences of one token, and forget them."""
+    _step(engine, _prompt(engine, 1, sequences=sequences))
+    _step(engine, pb.StepRequest(decode=True))
+    engine.launch(pb.StepRequest(retire=range(sequences)))
 
 
 def _prompt_times(engine: Engine, most: int) -> PromptTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from server.adapters.adapters import Adapters
 from server.backends.cpu import Kernels
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
+from server.stepping.engine import Launched
 from server.stepping.warmup import (
     ROWS_OF_KERNELS,
     ProfileRun,
@@ -22,6 +24,7 @@ from server.stepping.warmup import (
     graph_bytes,
     longest_that_fits,
 )
+from tests.server.checkpoints import Checkpoints
 from tests.server.driver import load_engine
 
 
@@ -68,10 +71,29 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
         return SimpleNamespace(finish=lambda: None)
 
     for adapters in (None, Adapters(2, 0, lambda key, folder: [])):
-        engine = SimpleNamespace(has_encoder=False, launch=launch, adapters=adapters)
-        _compile_kernels(engine, most=100, top_n_tokens=2)  # type: ignore[arg-type]
+        engine = SimpleNamespace(has_encoder=False, launch=launch, adapters=adapters, graphs=object())
+        _compile_kernels(engine, most=100, top_n_tokens=2, sequences=9)  # type: ignore[arg-type]
     plain = [(16, 0), (32, 0), (64, 0), (1, 0), (1, 0)]
     assert [*plain, *plain, (8, 1), (16, 1)] == computed
+
+
+@pytest.mark.parametrize(("sequences", "expected"), [(9, [1, 2, 4, 8]), (256, [1, 2, 4, 8, 16]), (1, [1])])
+@pytest.mark.parametrize("case", ["llama", "t5"])
+def test_decodes_of_each_power_of_two_are_computed_where_none_are_captured(
+    case: str, sequences: int, expected: list[int], checkpoints: Checkpoints
+) -> None:
+    tokens = 20 * (1 + (case == "t5")) * BLOCK_SIZE
+    engine = load_engine(checkpoints(case)[0], tokens=tokens, warms_up=False)
+    launched, launch_really = list[pb.StepRequest](), engine.launch
+
+    def launch(request: pb.StepRequest) -> Launched | None:
+        launched.append(request)
+        return launch_really(request)
+
+    with patch.object(engine, "launch", launch):
+        _compile_kernels(engine, most=1, top_n_tokens=0, sequences=sequences)
+    assert expected == [len(request.retire) for request in launched if request.retire]
+    assert len(expected) == sum(request.decode for request in launched)
 
 
 @pytest.mark.parametrize(

@@ -112,16 +112,17 @@ def divide(
     """How the decodes of a step are computed. width: features that come out of each of the heads.
 
     programs: of a sequence that is not split; tiles: what the longest one could use; rows: heads that a program
-    computes together. Whether there is a plan does not depend on lengths: a request would wait for the compiler.
+    computes together. Whether there are a plan and parts does not depend on lengths: a request would wait for the
+    compiler.
     """
     sequences = meta.num_decodes
     if sequences > 1 and choose_splits(sequences * programs, processors, MAX_SPLITS) < LEAST_EQUAL_SPLITS:
         plan = _planned(meta, max(PROGRAMS_PER_PROCESSOR * processors.count // programs, 1), most_parts(rows))
         places, splits = plan.shape[1], 1
     else:
-        plan, splits = None, choose_splits(sequences * programs, processors, tiles, rows)
-        if splits == 1:
+        if choose_splits(sequences * programs, processors, MAX_SPLITS, rows) == 1:
             return Division((sequences, programs, 1))
+        plan, splits = None, choose_splits(sequences * programs, processors, tiles, rows)
         assert sequences * programs <= len(processors.arrivals)
         places = sequences * splits
     parts = torch.empty(places, heads, width, dtype=torch.float32, device=meta.visible.device)

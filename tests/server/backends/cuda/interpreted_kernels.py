@@ -213,6 +213,17 @@ def test_sequences_of_many_are_split_by_their_lengths(case: str) -> None:
     assert division.plan is divide(meta, processors, 4, 16, programs=programs, tiles=9, rows=4).plan
 
 
+@pytest.mark.parametrize("sequences", [1, 3, 100])
+def test_lengths_do_not_decide_which_kernel_is_compiled(sequences: int) -> None:
+    from server.backends.cuda.kernels.splits import divide, processors_of
+
+    processors = processors_of(CPU, 132, None)
+    meta = step_of([(1, 1)] * sequences, 512, seed=3)
+    short, long = (divide(meta, processors, 4, 16, programs=8, tiles=tiles, rows=4) for tiles in (1, 1000))
+    given = [(division.parts is None, division.plan is None) for division in (short, long)]
+    assert given[0] == given[1] == (False, sequences < 100)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
 def test_norms_equal_the_operators(is_centred: bool, dtype: torch.dtype) -> None:
