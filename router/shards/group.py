@@ -87,7 +87,7 @@ class ShardGroup:
     async def info(self) -> ModelInfo:
         """What was loaded."""
         info = await self._client.info()
-        self._watch.floor = GPU_FLOOR_S if info.device == "cuda" else FLOOR_S
+        self._watch.floor = FLOOR_S if info.device == "cpu" else GPU_FLOOR_S
         return info
 
     async def warmup(self, **wanted: Any) -> KvCache:

@@ -127,7 +127,8 @@ def test_what_an_order_leaves_out_is_closed(node: Make) -> None:
         far.settimeout(60)
         assert b"" == far.recv(1)
         far.close()
-    with socket.socket(socket.AF_UNIX) as end, pytest.raises(ConnectionRefusedError):
+    # Nobody listens, or there is not even a socket, which asyncio removes since Python 3.13.
+    with socket.socket(socket.AF_UNIX) as end, pytest.raises((ConnectionRefusedError, FileNotFoundError)):
         end.connect(str(here.folder / SHARD))
 
 

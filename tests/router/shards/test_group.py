@@ -99,7 +99,7 @@ def test_a_gpu_has_longer_for_a_step(tmp_path: Path) -> None:
 
     ranks = Ranks()
     assert asyncio.run(story()) == FLOOR_S
-    ranks.device = "cuda"
+    ranks.device = "NVIDIA H200"
     assert asyncio.run(story()) == GPU_FLOOR_S
 
 
