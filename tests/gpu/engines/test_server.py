@@ -1,0 +1,51 @@
+"""A whole server on a GPU: what comes after it is ready makes nobody wait for a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.gpu.selection import NEEDS_GPU, first
+from tests.running import PATIENCE_S, Server
+
+pytestmark = NEEDS_GPU
+CAPTURED, *OTHERS = ("", "--cuda-graphs 0", "--quantize int8 --cuda-graphs 0", "--speculate 3 --kv-cache-dtype int8")
+WORDS = ("once", "upon", "a", "time", "there", "was")
+
+
+def requests() -> Iterator[dict[str, Any]]:
+    """Short and long prompts, and what clients may ask beside tokens."""
+    parameters: list[dict[str, Any]] = [
+        {},
+        {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "watermark": True},
+        {"details": True, "decoder_input_details": True, "top_n_tokens": 3},
+        {"grammar": {"type": "regex", "value": "[a-z ]*"}},
+        {"typical_p": 0.9, "do_sample": True},
+    ]
+    for number, more in enumerate(parameters):
+        for length in (3, 60, 700):
+            text = " ".join(WORDS[(number + place) % len(WORDS)] for place in range(length))
+            yield {"inputs": text, "parameters": {"max_new_tokens": 4 + number} | more}
+
+
+@pytest.mark.parametrize("flags", first([CAPTURED, *OTHERS], [CAPTURED]))
+def test_no_kernel_is_compiled_while_requests_wait(flags: str) -> None:
+    on_gpu = ("--device", "cuda", "--dtype", "bfloat16", "--cuda-memory-fraction", "0.3", "--log-level", "debug")
+    with Server(*on_gpu, *flags.split(), ready_within=2 * PATIENCE_S) as server, ThreadPoolExecutor(18) as threads:
+        assert any("compiled the kernel" in line for line in server.lines)
+        alone, together = list(requests()), list(requests())
+        ask = partial(httpx2.post, f"{server.url}/generate", timeout=PATIENCE_S)
+        answers = [ask(json=request) for request in alone]
+        answers += threads.map(lambda request: ask(json=request), together)
+        server.stop()
+        _, later = server.wait()
+    if compiled := [line for line in later.splitlines() if "compiled the kernel" in line]:
+        pytest.fail(f"{len(compiled)} kernels were compiled while requests waited: {compiled}")
+    for request, answer in zip([*alone, *together], answers, strict=True):
+        assert 200 == answer.status_code or "grammar" in request["parameters"], answer.text
