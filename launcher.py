@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script `lockstep`. Returns the exit code."""
     open_standard_streams()
     arguments = sys.argv[1:] if argv is None else argv
+    log: Log | None = None
     try:
         command = COMMANDS.get(arguments[0]) if arguments else None
         if command is not None:
@@ -69,14 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = launch if placement.nodes.index == 0 else join
         return run(settings, os.environ, placement, log)
     except Refusal as refusal:
-        return _report(refusal)
+        return _report(refusal, log)
     except KeyboardInterrupt:  # before signals are handled
-        return _report(Refusal(["stopped by SIGINT: nothing is made, start again"], 128 + signal.SIGINT))
+        return _report(Refusal(["stopped by SIGINT: nothing is made, start again"], 128 + signal.SIGINT), log)
     except OSError as error:  # a full disk, a file that may not be read, no more processes
-        return _report(Refusal([f"cannot start: {error}"], 1))
+        return _report(Refusal([f"cannot start: {error}"], 1), log)
 
 
-def _report(refusal: Refusal) -> int:
+def _report(refusal: Refusal, log: Log | None) -> int:
+    if log is not None and log.as_json:
+        for problem in refusal.problems:
+            log.error(problem)
     with suppress(OSError):
         os.write(2, "".join(f"error: {problem}\n" for problem in refusal.problems).encode(errors="replace"))
     return refusal.code

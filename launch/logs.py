@@ -48,7 +48,7 @@ class Log:
 
     def __init__(self, output: Output, as_json: bool, colour: bool = False) -> None:
         self.output = output
-        self._as_json = as_json
+        self.as_json = as_json
         self._colour = colour
 
     def info(self, message: str) -> None:
@@ -58,6 +58,10 @@ class Log:
     def warn(self, message: str) -> None:
         """The launcher's own record of level WARN."""
         self.record("launcher", {"level": "WARN", "message": message})
+
+    def error(self, message: str) -> None:
+        """The launcher's own record of level ERROR."""
+        self.record("launcher", {"level": "ERROR", "message": message})
 
     def flush(self) -> None:
         """Write what waited, and once the reader has caught up report what was dropped."""
@@ -74,7 +78,7 @@ class Log:
         level = str(record.get("level", "INFO")).upper()
         head = {"timestamp": _timestamp(record.get("timestamp")), "level": LEVELS.get(level, level)}
         complete = {**head, "target": process, **record, **head}
-        self.output.write(self._json(process, complete) if self._as_json else self._text(process, complete))
+        self.output.write(self._json(process, complete) if self.as_json else self._text(process, complete))
 
     def _json(self, process: str, record: dict[str, Any]) -> str:
         rank = {"rank": int(process.removeprefix("shard-"))} if process.startswith("shard-") else {}

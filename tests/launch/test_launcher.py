@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -180,6 +181,13 @@ def test_missing_model_folder_is_refused_after_the_environment_is_printed(tmp_pa
     assert f"error: the model {tmp_path}/none is not a folder: check the path\n" == done.stderr
     assert "torch" in done.stdout and "cores" in done.stdout
     assert "hunter2" not in done.stdout + done.stderr and "hf_x" not in done.stdout + done.stderr
+
+
+def test_the_last_error_is_a_record_where_the_log_has_records(tmp_path: Path) -> None:
+    done = run("--port", "0", "--json-output", "--model-id", str(tmp_path / "none"))
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert ("ERROR", "launcher", f"error: {last['message']}\n") == (last["level"], last["target"], done.stderr)
+    assert done.returncode == 1 and "is not a folder" in last["message"]
 
 
 def test_old_weights_are_converted_in_a_process_of_their_own(tmp_path: Path) -> None:
