@@ -30,9 +30,9 @@ from server.stepping import cache
 from server.stepping.cache import KVShape
 from server.stepping.engine import LEAST_SEQUENCES, Engine, StepResult
 
-# Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`);
-# with twice the most of a tile, the inputs of some are divided among fewer programs.
-ROWS_OF_KERNELS = (16, 32, 64, 128, 256)
+# Rows from which on products have other kernels at each power of two (`backends/cuda/kernels/`): for as many or fewer,
+# or among whose programs the inputs are divided otherwise.
+LEAST_ROWS = 16
 # Likewise in steps with adapters: few rows, some, and so many that products are rounded.
 ROWS_WITH_ADAPTERS = (8, 16, 512)
 DECODING_S = 1.0  # in which a GPU's clocks are read
@@ -313,14 +313,16 @@ def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False, sequences: 
 
 
 def _compile_kernels(engine: Engine, most: int, top_n_tokens: int, sequences: int) -> None:
-    """Compute prompts of as many tokens, up to `most`, as there are kernels for products of so many rows.
+    """Compute prompts of as many tokens, up to `most`, as products have kernels for.
 
     Then prompts with each number of candidates, up to `top_n_tokens`, and decodes of up to as many `sequences` where
     none are captured: kernels are for each power of two. What is not captured compiles kernels at its first use, for
     seconds, in which a request would wait.
     """
-    for length in (length for length in ROWS_OF_KERNELS if length <= most):
+    length = LEAST_ROWS
+    while length <= most:
         _compute_prompt(engine, length)
+        length *= 2
     for candidates in range(1, top_n_tokens + 1):
         _compute_prompt(engine, 1, top_n_tokens=candidates)
     if engine.graphs is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from server.adapters.adapters import Adapters
 from server.backends.cpu import Kernels
-from server.blocks import BLOCK_SIZE, num_blocks
+from server.blocks import BLOCK_SIZE, ceil_divide, num_blocks
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Launched
 from server.stepping.warmup import (
-    ROWS_OF_KERNELS,
+    LEAST_ROWS,
     ProfileRun,
     _beside_a_step,
     _compile_kernels,
@@ -61,9 +62,15 @@ def test_memory_for_graphs_is_that_of_the_two_largest_of_each_kind(kinds: list[l
 def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
     """Steps that are not captured would compile it for seconds, while requests wait."""
     linear = pytest.importorskip("server.backends.cuda.kernels.linear", reason="there is no Triton")
-    tiles = {linear.tilings(rows, torch.bfloat16, is_gated=False)[0].rows for rows in range(1, 4097)}
-    assert {8, *ROWS_OF_KERNELS[:-1]} == tiles  # 8 by the first steps
-    assert 2 * max(tiles) == ROWS_OF_KERNELS[-1]
+
+    def kernel(rows: int, features: int, inputs: int) -> tuple[int, int]:
+        tiling = linear.tilings(rows, torch.bfloat16, is_gated=False)[0]
+        tiles = ceil_divide(rows, tiling.rows) * ceil_divide(features, tiling.features)
+        return tiling.rows, linear.choose_splits(tiles, ceil_divide(inputs, tiling.depth), 264)
+
+    for size in product((64, 256, 1000, 4096), (512, 4096, 14336)):
+        computed_before = {kernel(LEAST_ROWS << power, *size) for power in range(9)} | {kernel(1, *size)}
+        assert {kernel(rows, *size) for rows in range(1, 4097)} <= computed_before
     computed: list[tuple[int, int]] = []
 
     def launch(request: pb.StepRequest) -> SimpleNamespace:
