@@ -319,28 +319,41 @@ def _compile_kernels(engine: Engine, most: int, top_n_tokens: int, sequences: in
     none are captured: kernels are for each power of two. What is not captured compiles kernels at its first use, for
     seconds, in which a request would wait.
     """
-    length = LEAST_ROWS
-    while length <= most:
-        _compute_prompt(engine, length)
-        length *= 2
+    rows = LEAST_ROWS
+    while rows <= most and _has_room(engine, run := _together(engine, rows), sequences):
+        _compute(engine, run)
+        rows *= 2
     for candidates in range(1, top_n_tokens + 1):
-        _compute_prompt(engine, 1, top_n_tokens=candidates)
+        _compute(engine, _together(engine, 1), top_n_tokens=candidates)
     if engine.graphs is None:
         for power in range(min(sequences, engine.num_blocks // (1 + engine.has_encoder)).bit_length()):
             _decode_together(engine, 1 << power)
     if engine.adapters is not None:
         with engine.adapters.rehearsing() as row:
-            for length in (length for length in ROWS_WITH_ADAPTERS if length <= most):
-                _compute_prompt(engine, length, row)
+            for run in (_together(engine, rows) for rows in ROWS_WITH_ADAPTERS if rows <= most):
+                if _has_room(engine, run, sequences):
+                    _compute(engine, run, row)
 
 
-def _compute_prompt(engine: Engine, length: int, adapter: int = 0, top_n_tokens: int = 0) -> None:
-    """Compute a prompt, and forget it. adapter: its row."""
-    request = ProfileRun([length], engine.has_encoder).request(top_n_tokens)
-    request.add[0].prompt_logprobs = False
-    request.add[0].adapter = adapter
+def _together(engine: Engine, tokens: int) -> ProfileRun:
+    """As few prompts as have so many tokens together."""
+    ring = engine.kv_shape.ring
+    most = min(tokens, ring.most_at_once) if ring is not None else tokens
+    return ProfileRun([min(most, tokens - start) for start in range(0, tokens, most)], engine.has_encoder)
+
+
+def _has_room(engine: Engine, run: ProfileRun, sequences: int) -> bool:
+    return len(run.lengths) <= sequences and run.kv_tokens <= engine.num_blocks * BLOCK_SIZE
+
+
+def _compute(engine: Engine, run: ProfileRun, adapter: int = 0, top_n_tokens: int = 0) -> None:
+    """Compute prompts, and forget them. adapter: their row."""
+    request = run.request(top_n_tokens)
+    for new in request.add:
+        new.prompt_logprobs = False
+        new.adapter = adapter
     _step(engine, request)
-    engine.launch(pb.StepRequest(retire=[0]))
+    engine.launch(pb.StepRequest(retire=range(len(run.lengths))))
 
 
 def _decode_together(engine: Engine, sequences: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from server.adapters.adapters import Adapters
 from server.backends.cpu import Kernels
 from server.blocks import BLOCK_SIZE, ceil_divide, num_blocks
 from server.pb import generate_pb2 as pb
-from server.stepping.engine import Launched
+from server.stepping.engine import Engine, Launched
 from server.stepping.warmup import (
     LEAST_ROWS,
     ProfileRun,
@@ -59,6 +61,19 @@ def test_memory_for_graphs_is_that_of_the_two_largest_of_each_kind(kinds: list[l
     assert expected == graph_bytes(engine)  # type: ignore[arg-type]
 
 
+@contextmanager
+def watched(engine: Engine) -> Iterator[list[pb.StepRequest]]:
+    """The steps that the engine takes in this block."""
+    launched, launch_really = list[pb.StepRequest](), engine.launch
+
+    def launch(request: pb.StepRequest) -> Launched | None:
+        launched.append(request)
+        return launch_really(request)
+
+    with patch.object(engine, "launch", launch):
+        yield launched
+
+
 def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
     """Steps that are not captured would compile it for seconds, while requests wait."""
     linear = pytest.importorskip("server.backends.cuda.kernels.linear", reason="there is no Triton")
@@ -78,26 +93,47 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
         return SimpleNamespace(finish=lambda: None)
 
     for adapters in (None, Adapters(2, 0, lambda key, folder: [])):
-        engine = SimpleNamespace(has_encoder=False, launch=launch, adapters=adapters, graphs=object())
+        engine = SimpleNamespace(
+            has_encoder=False,
+            launch=launch,
+            adapters=adapters,
+            graphs=object(),
+            kv_shape=SimpleNamespace(ring=None),
+            num_blocks=100,
+        )
         _compile_kernels(engine, most=100, top_n_tokens=2, sequences=9)  # type: ignore[arg-type]
     plain = [(16, 0), (32, 0), (64, 0), (1, 0), (1, 0)]
     assert [*plain, *plain, (8, 1), (16, 1)] == computed
 
 
-@pytest.mark.parametrize(("sequences", "expected"), [(9, [1, 2, 4, 8]), (256, [1, 2, 4, 8, 16]), (1, [1])])
 @pytest.mark.parametrize("case", ["llama", "t5"])
+def test_a_cache_that_is_full_is_no_obstacle(case: str, checkpoints: Checkpoints) -> None:
+    engine = load_engine(checkpoints(case)[0], tokens=64, warms_up=False)
+    with watched(engine) as launched:
+        _compile_kernels(engine, most=128, top_n_tokens=0, sequences=1)
+    prompts = [new.encoder_token_ids or new.token_ids for request in launched for new in request.add]
+    assert 64 == max(map(len, prompts))
+
+
+def test_prompts_that_are_longer_than_a_ring_are_several(checkpoints: Checkpoints) -> None:
+    engine = load_engine(checkpoints("gemma2")[0], tokens=4096, rings=True)
+    assert engine.kv_shape.ring is not None
+    most = engine.kv_shape.ring.most_at_once
+    with watched(engine) as launched:
+        _compile_kernels(engine, most=4096, top_n_tokens=0, sequences=4)
+    computed = [list(request.chunk_tokens) for request in launched if request.chunk_tokens and not request.decode]
+    assert [most] * 2 in computed and [most] * 4 in computed and [most] * 8 not in computed
+    assert max(max(lengths) for lengths in computed) == most
+
+
+@pytest.mark.parametrize(("sequences", "expected"), [(9, [1, 2, 4, 8]), (256, [1, 2, 4, 8, 16]), (1, [1])])
+@pytest.mark.parametrize("case", ["llama", "t5", "deepseek_v3", "qwen3_5", "nemotron_h"])
 def test_decodes_of_each_power_of_two_are_computed_where_none_are_captured(
     case: str, sequences: int, expected: list[int], checkpoints: Checkpoints
 ) -> None:
     tokens = 20 * (1 + (case == "t5")) * BLOCK_SIZE
     engine = load_engine(checkpoints(case)[0], tokens=tokens, warms_up=False)
-    launched, launch_really = list[pb.StepRequest](), engine.launch
-
-    def launch(request: pb.StepRequest) -> Launched | None:
-        launched.append(request)
-        return launch_really(request)
-
-    with patch.object(engine, "launch", launch):
+    with watched(engine) as launched:
         _compile_kernels(engine, most=1, top_n_tokens=0, sequences=sequences)
     assert expected == [len(request.retire) for request in launched if request.retire]
     assert len(expected) == sum(request.decode for request in launched)
