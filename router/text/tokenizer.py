@@ -27,7 +27,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 END_TOKENS = 16  # enough for any mark with blanks behind it, in letters if need be
@@ -410,12 +409,15 @@ def _contains(part: Mapping[str, Any], kind: str) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file. Raises ValueError that names the file."""
+    """A JSON object, with Infinity and NaN as Python writes them, and so `transformers`; empty where there is no file.
+
+    Raises ValueError that names the file.
+    """
     try:
-        value = orjson.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")

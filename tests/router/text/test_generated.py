@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
@@ -289,6 +290,12 @@ def test_eos_ids_of_all_files_count(tmp_path: Path) -> None:
     assert loaded.special_ids == {EOS}
 
 
+def test_infinity_in_a_config_is_as_transformers_writes_it(tmp_path: Path) -> None:
+    """Mamba-2's `time_step_limit` is [0.0, Infinity], which is no JSON but Python's."""
+    loaded = ModelTokenizer.load(model_folder(tmp_path, config={"time_step_limit": [0.0, math.inf], "eos_token_id": 9}))
+    assert 9 in loaded.eos_ids
+
+
 def test_saved_length_limit_does_not_cut_prompts(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_str(TOKENIZER.tokenizer.to_str())
     tokenizer.enable_truncation(4)
@@ -299,7 +306,7 @@ def test_saved_length_limit_does_not_cut_prompts(tmp_path: Path) -> None:
     assert loaded.encode("a") == list(b"a")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', "<html>"])
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', "<html>", "[" * 100_000])
 def test_broken_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json is not"):
