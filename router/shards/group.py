@@ -146,7 +146,8 @@ class ShardGroup:
         self._live.difference_update(request.retire)
         self._live.update(new.id for new in request.add)
         decoding = len(self._live) - len(request.held) if request.decode else 0
-        self._watch.sent(encoded + sum(request.chunk_tokens) + decoding, self._clock())
+        drafted = sum(len(draft.token_ids) for draft in request.drafts)
+        self._watch.sent(encoded + sum(request.chunk_tokens) + drafted + decoding, self._clock())
         self._client.send(request)
 
     async def receive(self) -> StepReply:

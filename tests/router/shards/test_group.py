@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from router.__main__ import _listen_to_launcher, _watch
+from router.scheduling.plan import Extension
 from router.shards.client import KvCache, ShardError, SignsOfLife
 from router.shards.group import FLOOR_S, GPU_FLOOR_S, PROBE_S, NextGroup, ShardGroup, StepWatch
 from router.shards.wire import step_request
@@ -116,9 +117,10 @@ def test_sequences_that_decode_make_a_step_large(tmp_path: Path) -> None:
         group.send(step_request(1, add=sequences, chunks=[(id, 2) for id in range(100)]))
         group.send(step_request(2, decode=True))
         group.send(step_request(3, retire=range(97), decode=True))
+        group.send(step_request(4, drafts={99: Extension(5, [1] * 8, ())}))
         return [*group._watch._sizes]
 
-    assert [size.bit_length() for size in (200, 100, 3)] == asyncio.run(story())
+    assert [size.bit_length() for size in (200, 100, 3, 8)] == asyncio.run(story())
 
 
 class Roomy(Ranks):
