@@ -219,7 +219,7 @@ def model_for(args: argparse.Namespace) -> Iterator[MeasuredModel]:
             return
         named = shapes.find(args.random_weights)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-shape-")))
-        shapes.make_model_folder(named.config, folder)
+        shapes.make_model_folder(named, folder)
         yield MeasuredModel(f"{named.name} (random weights)", str(folder), random_weights=True)
 
 

@@ -437,16 +437,16 @@ def _read(path: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------- model folders
 
 
-def make_model_folder(config: Mapping[str, Any], folder: Path) -> None:
+def make_model_folder(named: NamedShape, folder: Path) -> None:
     """Write what a server needs to start on random weights: the config, and a tokenizer whose text means nothing.
 
     Token i is the word `t<i>`, and words are divided by spaces: a prompt of N words is N tokens, and generated text
     is as long as its tokens. There is no end token, so that nothing stops early.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    without_end = {key: value for key, value in config.items() if key != "eos_token_id"}
+    without_end = {key: value for key, value in named.config.items() if key != "eos_token_id"}
     (folder / "config.json").write_text(json.dumps(without_end))
-    write_word_tokenizer(config.get("padded_vocab_size") or config["vocab_size"], folder)
+    write_word_tokenizer(named.shape.spec.vocab_size, folder)
 
 
 def write_word_tokenizer(vocab_size: int, folder: Path) -> None:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mark = ("--watermark-gamma", str(args.gamma), "--watermark-delta", str(args.delta))
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
-            make_model_folder(find("bloom-560m").config, Path(folder))
+            make_model_folder(find("bloom-560m"), Path(folder))
             flags = ["--random-weights", *flags]
         with Server("--model-id", args.model or folder, *mark, *flags) as server:
             wanted = (args.texts, args.tokens, args.prompt)

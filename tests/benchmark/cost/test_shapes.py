@@ -196,8 +196,13 @@ def test_impossible_splits_are_named() -> None:
     assert "32 attention heads, which --num-shard 3" in str(shapes.shape("opt-1.3b").split_problem(3))
 
 
-def test_a_made_up_folder_has_one_token_per_word(tmp_path: Path) -> None:
-    shapes.make_model_folder({"model_type": "bloom", "vocab_size": 50, "eos_token_id": 2}, tmp_path)
+@pytest.mark.parametrize("is_nested", [False, True], ids=["a decoder", "a decoder within"])
+def test_a_made_up_folder_has_one_token_per_word(is_nested: bool, tmp_path: Path) -> None:
+    config = shapes.find("tinyllama-1.1b").config | {"vocab_size": 50, "eos_token_id": 2}
+    if is_nested:
+        config = {"model_type": "mistral3", "text_config": {**config, "model_type": "mistral"}, "eos_token_id": 2}
+    named = shapes.NamedShape("small", config, shapes.from_config(config))
+    shapes.make_model_folder(named, tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = tokenizer.encode("t7 t0 t49").ids
     assert ([7, 0, 49], "t7 t0 t49") == (ids, tokenizer.decode(ids))

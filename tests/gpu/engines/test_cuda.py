@@ -89,7 +89,7 @@ def test_the_warmup_leaves_the_memory_it_was_told_to(tmp_path: Path) -> None:
 
 
 def test_the_worst_steps_survive_a_cache_that_takes_all_memory(tmp_path: Path) -> None:
-    shapes.make_model_folder(shapes.find("bloom-560m").config, tmp_path)
+    shapes.make_model_folder(shapes.find("bloom-560m"), tmp_path)
     config = ShardConfig(
         str(tmp_path), str(tmp_path), 0, 1, str(tmp_path / "s"), "", device="cuda", random_weights=True
     )
