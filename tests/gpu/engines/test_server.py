@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from benchmark.cost import shapes
+from tests.combinations import by_turns
 from tests.gpu.selection import NEEDS_GPU, first
 from tests.running import PATIENCE_S, Server
+from tests.server.model.test_real_shapes import EXPECTED, Published
 
 pytestmark = NEEDS_GPU
 CAPTURED, *OTHERS = ("", "--cuda-graphs 0", "--quantize int8 --cuda-graphs 0", "--speculate 3 --kv-cache-dtype int8")
+SETTINGS = (
+    "",
+    "--quantize int8",
+    "--kv-cache-dtype fp8_e4m3",
+    "--quantize int4 --speculate 3",
+    "--cuda-graphs 0",
+    "--quantize fp8",
+    "--quantize bitsandbytes-nf4 --kv-cache-dtype int8",
+    "--prefix-cache-host-gb 1",
+    "--quantize eetq --cuda-graphs 0",
+)
+NUMS_EXPERTS, MOST_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts"), 16  # in configs
 WORDS = ("once", "upon", "a", "time", "there", "was")
 
 
@@ -36,8 +52,26 @@ def requests() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("flags", first([CAPTURED, *OTHERS], [CAPTURED]))
 def test_no_kernel_is_compiled_while_requests_wait(flags: str) -> None:
+    check(*flags.split())
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("name", "flags"), by_turns(sorted(EXPECTED), SETTINGS))
+def test_every_real_shape_is_served(name: str, flags: str, tmp_path: Path) -> None:
+    """The first layers of published models, with random weights and few experts."""
+    config = Published.read(name, most_tensors=0).config
+    decoder = config.get("text_config", config)
+    decoder |= {key: min(decoder[key], MOST_EXPERTS) for key in NUMS_EXPERTS if decoder.get(key)}
+    shapes.make_model_folder(shapes.NamedShape(name, config, shapes.from_config(config)), tmp_path)
+    if any(decoder.get(key) for key in NUMS_EXPERTS) and "--quantize" in flags:
+        flags = CAPTURED  # whether experts are stored alike is a question for values
+    check("--model-id", str(tmp_path), "--random-weights", *flags.split())
+
+
+def check(*flags: str) -> None:
+    """Start a server, which compiles kernels, and send it requests, for which it does not."""
     on_gpu = ("--device", "cuda", "--dtype", "bfloat16", "--cuda-memory-fraction", "0.3", "--log-level", "debug")
-    with Server(*on_gpu, *flags.split(), ready_within=2 * PATIENCE_S) as server, ThreadPoolExecutor(18) as threads:
+    with Server(*on_gpu, *flags, ready_within=2 * PATIENCE_S) as server, ThreadPoolExecutor(18) as threads:
         assert any("compiled the kernel" in line for line in server.lines)
         alone, together = list(requests()), list(requests())
         ask = partial(httpx2.post, f"{server.url}/generate", timeout=PATIENCE_S)
