@@ -18,7 +18,7 @@ REFERENCE = Path(reference.__file__).parent
 
 
 def is_of_values(error: pytest.ExceptionInfo[BaseException]) -> bool:
-    """Nothing was computed, so neither an assertion nor the reference says anything, but that a server did not start."""
+    """Nothing was computed: what the reference says is of values, and assertions but one, that a server is ready."""
     if error.errisinstance(AssertionError):
         return not str(error.value).startswith("not ready")
     return REFERENCE in Path(error.traceback[-1].path).parents
