@@ -189,7 +189,7 @@ def _check_port(settings: Settings, container: docker.Container | None, findings
         with bind(hostname, port) as listener:
             findings.notes += access_warnings(settings, listener)
     except PortTaken:
-        findings.notes.append(f"port {port} is taken now: stop the server that has it first")
+        findings.awaited.append(f"port {port} is free, which is taken now")
     except Refusal as refusal:
         if not container:  # a container's port is opened by root
             findings.problems += refusal.problems

@@ -19,6 +19,7 @@ class Findings:
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # for which it would not start
+    awaited: list[str] = field(default_factory=list)  # what must be so first, and may be by then
     notes: list[str] = field(default_factory=list)  # what changes nothing, or means something else
     unchecked: list[str] = field(default_factory=list)
 
@@ -38,7 +39,9 @@ class Findings:
 def render(findings: Findings, width: int) -> str:
     """For people: the verdict and the problems first."""
     count = len(findings.problems)
-    verdict = "would start, as far as this could be checked" if findings.unchecked else "would start"
+    verdict = " ".join(["would start", *(["once", " and ".join(findings.awaited)] if findings.awaited else [])])
+    if findings.unchecked:
+        verdict += ", as far as this could be checked"
     if count:
         verdict = f"would not start: {count} problem{'s' if count > 1 else ''}"
     parts = [verdict, *(_item(problem, width) for problem in findings.problems)]

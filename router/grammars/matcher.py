@@ -249,7 +249,7 @@ def cause(message: str) -> str:
         return "it is too complex"
     if lines[0] in ("NoExtension", "NoExtensionBias"):
         return NO_TOKEN
-    found = next((line for line in lines if line.startswith("error: ")), lines[0])
+    found = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
     sentence = " ".join(found.split())
     return sentence if len(sentence) <= MOST_CHARACTERS_OF_A_CAUSE else sentence[:MOST_CHARACTERS_OF_A_CAUSE] + " …"
 

@@ -145,7 +145,7 @@ class ShardGroup:
         encoded = sum(len(new.encoder_token_ids) for new in request.add)
         self._live.difference_update(request.retire)
         self._live.update(new.id for new in request.add)
-        decoding = len(self._live) - len(request.held) if request.decode else 0
+        decoding = len(self._live) - len(request.held) - len(request.drafts) if request.decode else 0
         drafted = sum(len(draft.token_ids) for draft in request.drafts)
         self._watch.sent(encoded + sum(request.chunk_tokens) + drafted + decoding, self._clock())
         self._client.send(request)
@@ -340,7 +340,7 @@ class StepWatch:
         self._began_at = 0.0  # when the oldest could begin: it was sent, and the one before it answered
         self._asleep = 0.0  # of the time since, seconds that this process did not run
         self._seen_at = 0.0
-        self._activity: int | None = None  # of the shards, when they were last asked
+        self._activity = 0  # of the shards, when they were last asked
         self._active_at: float | None = None  # when that was found to have grown
         # Size -> seconds of its latest steps.
         self._times: dict[int, deque[float]] = before._times if before is not None else {}
@@ -375,9 +375,8 @@ class StepWatch:
 
     def is_active(self, activity: int, now: float) -> bool:
         """Whether a step that takes long waits for something that goes on. activity: since the shards' start."""
-        if self._activity is not None and activity != self._activity:
-            self._active_at = now
-        self._activity = activity
+        if activity != self._activity:
+            self._activity, self._active_at = activity, now
         return self._active_at is not None and now - self._active_at < ACTIVE_S
 
     def _deadline(self, size: int) -> float:

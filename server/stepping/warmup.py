@@ -315,9 +315,9 @@ def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False, sequences: 
 def _compile_kernels(engine: Engine, most: int, top_n_tokens: int, sequences: int) -> None:
     """Compute prompts of as many tokens, up to `most`, as products have kernels for.
 
-    Then prompts with each number of candidates, up to `top_n_tokens`, and decodes of up to as many `sequences` where
-    none are captured: kernels are for each power of two. What is not captured compiles kernels at its first use, for
-    seconds, in which a request would wait.
+    Then prompts with each number of candidates, up to `top_n_tokens`, and decodes of up to as many `sequences`, as far
+    as none are captured: kernels are for each power of two, or fewer. What is not captured compiles kernels at its
+    first use, for seconds, in which a request would wait.
     """
     rows = LEAST_ROWS
     while rows <= most and _has_room(engine, run := _together(engine, rows), sequences):
@@ -325,9 +325,9 @@ def _compile_kernels(engine: Engine, most: int, top_n_tokens: int, sequences: in
         rows *= 2
     for candidates in range(1, top_n_tokens + 1):
         _compute(engine, _together(engine, 1), top_n_tokens=candidates)
-    if engine.graphs is None:
-        for power in range(min(sequences, engine.num_blocks // (1 + engine.has_encoder)).bit_length()):
-            _decode_together(engine, 1 << power)
+    captured = 0 if engine.graphs is None else engine.graphs.decodes.largest
+    for decodes in sizes_of_decodes(captured, min(sequences, engine.num_blocks // (1 + engine.has_encoder))):
+        _decode_together(engine, decodes)
     if engine.adapters is not None:
         with engine.adapters.rehearsing() as row:
             for run in (_together(engine, rows) for rows in ROWS_WITH_ADAPTERS if rows <= most):
@@ -354,6 +354,11 @@ def _compute(engine: Engine, run: ProfileRun, adapter: int = 0, top_n_tokens: in
         new.adapter = adapter
     _step(engine, request)
     engine.launch(pb.StepRequest(retire=range(len(run.lengths))))
+
+
+def sizes_of_decodes(captured: int, most: int) -> list[int]:
+    """Batch sizes that have kernels of their own, of up to `most` and over the largest that is captured, 0 for none."""
+    return sorted({size for power in range(most.bit_length() + 1) if (size := min(1 << power, most)) > captured})
 
 
 def _decode_together(engine: Engine, sequences: int) -> None:

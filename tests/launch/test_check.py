@@ -178,7 +178,7 @@ def test_a_port_that_is_taken_is_no_problem_for_the_server_that_comes_after() ->
         port = taken.getsockname()[1]
         found = check(["--port", str(port)])
     assert [] == found.problems
-    assert f"port {port} is taken now: stop the server that has it first" in found.notes
+    assert render(found, 80).startswith(f"would start once port {port} is free, which is taken now\n")
 
 
 @pytest.mark.parametrize(

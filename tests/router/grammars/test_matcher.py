@@ -169,7 +169,7 @@ def demo() -> Matchers:
 @pytest.mark.parametrize(
     ("kind", "text", "sentence"),
     [
-        (GrammarKind.REGEX, "(", "error: unclosed group"),
+        (GrammarKind.REGEX, "(", "unclosed group"),
         (GrammarKind.REGEX, "a(?=b)", "look-around"),
         (GrammarKind.REGEX, "(" * 30000 + ")" * 30000, ""),
         (GrammarKind.REGEX, ".*" * 500, "it is too complex"),
@@ -189,7 +189,7 @@ def test_a_bad_grammar_is_refused_with_a_short_sentence(
     with pytest.raises(GrammarError) as caught:
         demo.begin(Grammar(kind, text)).go_on()
     assert sentence in str(caught.value)
-    assert 0 < len(str(caught.value)) < 220 and "\n" not in str(caught.value)
+    assert 0 < len(str(caught.value)) < 220 and not {"\n", "error: "} & {str(caught.value)[:7], *str(caught.value)}
 
 
 @pytest.mark.parametrize(

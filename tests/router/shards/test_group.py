@@ -26,7 +26,7 @@ class Ranks:
         self.device = "cpu"
         self.dumb = dumb
         self.lags = laggard
-        self.active, self.activity = active, 5
+        self.active, self.activity = active, 0
         self.probe_s = probe_s
         self.now = 100.0
         self.is_abandoned = False
@@ -117,7 +117,7 @@ def test_sequences_that_decode_make_a_step_large(tmp_path: Path) -> None:
         group.send(step_request(1, add=sequences, chunks=[(id, 2) for id in range(100)]))
         group.send(step_request(2, decode=True))
         group.send(step_request(3, retire=range(97), decode=True))
-        group.send(step_request(4, drafts={99: Extension(5, [1] * 8, ())}))
+        group.send(step_request(4, decode=True, drafts={99: Extension(5, [1] * 6, ())}))
         return [*group._watch._sizes]
 
     assert [size.bit_length() for size in (200, 100, 3, 8)] == asyncio.run(story())

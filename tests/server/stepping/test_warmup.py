@@ -26,6 +26,7 @@ from server.stepping.warmup import (
     _profile,
     graph_bytes,
     longest_that_fits,
+    sizes_of_decodes,
 )
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import load_engine
@@ -97,7 +98,7 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
             has_encoder=False,
             launch=launch,
             adapters=adapters,
-            graphs=object(),
+            graphs=SimpleNamespace(decodes=SimpleNamespace(largest=256)),
             kv_shape=SimpleNamespace(ring=None),
             num_blocks=100,
         )
@@ -126,7 +127,15 @@ def test_prompts_that_are_longer_than_a_ring_are_several(checkpoints: Checkpoint
     assert max(max(lengths) for lengths in computed) == most
 
 
-@pytest.mark.parametrize(("sequences", "expected"), [(9, [1, 2, 4, 8]), (256, [1, 2, 4, 8, 16]), (1, [1])])
+def test_decodes_over_the_largest_captured_size_have_kernels_of_their_own() -> None:
+    assert [[8, 9], [512, 600], [], []] == [
+        sizes_of_decodes(*sizes) for sizes in ((4, 9), (256, 600), (256, 256), (256, 100))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "expected"), [(9, [1, 2, 4, 8, 9]), (256, [1, 2, 4, 8, 16, 20]), (8, [1, 2, 4, 8]), (1, [1])]
+)
 @pytest.mark.parametrize("case", ["llama", "t5", "deepseek_v3", "qwen3_5", "nemotron_h"])
 def test_decodes_of_each_power_of_two_are_computed_where_none_are_captured(
     case: str, sequences: int, expected: list[int], checkpoints: Checkpoints

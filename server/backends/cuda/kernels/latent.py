@@ -108,7 +108,7 @@ def attend_rows(
         _decode(q, kv, out, meta, scores, processors, format)
     if meta.longest:
         heads, tiles = q.shape[1], PROMPTS[q.element_size()]
-        rows = tiles.rows(meta.longest * heads)
+        rows = tiles.most_rows  # for a token, too: a request would wait for the compiler
         chunks = len(meta.block_tables) - meta.num_decodes
         _prefill_rows[(triton.cdiv(meta.longest * heads, rows), chunks)](
             q,
