@@ -7,12 +7,13 @@ Only the module of the command that is asked for is imported, so that `--help` a
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, cast
 
 from benchmark.result import BenchError, forget_reader
 
@@ -76,7 +77,10 @@ def _run(argv: Sequence[str] | None) -> int:
         if name is None
         else cast(Subcommand, importlib.import_module(f"benchmark.commands.{name.replace('-', '_')}"))
     )
-    args = _parser(name, command).parse_args(arguments)
+    parser = _parser(name, command)
+    if name is None and arguments and not arguments[0].startswith("-"):
+        parser.error(f"{arguments[0]} is not a command{_meant(arguments[0], COMMANDS)}")
+    args = parser.parse_args(arguments)
     assert command is not None, "the parser asks for a command"
     os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # servers that are started run another program: no warning at each
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: rows are printed and servers stopped
@@ -93,8 +97,22 @@ def _run(argv: Sequence[str] | None) -> int:
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of a command's parser, the arguments behind the command; none may be unknown."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if option := next((argument.split("=")[0] for argument in unknown if argument.startswith("-")), None):
+            self.error(f"{option} is not an option{_meant(option, self._option_string_actions)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}: see {self.prog} --help\n")
+        remedy = "" if message.endswith("?") else f": see {self.prog} --help"
+        self.exit(2, f"error: {message}{remedy}\n")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    """A question behind a misspelt word, if it is nearly a known one."""
+    nearest = difflib.get_close_matches(given, list(known), n=1)
+    return f": did you mean {nearest[0]}?" if nearest else ""
 
 
 def _parser(chosen: str | None, command: Subcommand | None) -> argparse.ArgumentParser:

@@ -157,6 +157,24 @@ def test_a_wrong_choice_is_one_line_with_the_choices(capsys: pytest.CaptureFixtu
     assert "zig-zag" in line and line.endswith("see lockstep-bench offline --help")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("latencyy", "latencyy is not a command: did you mean latency?"),
+        ("nothing", "nothing is not a command: see lockstep-bench --help"),
+        ("latency --bath=1", "--bath is not an option: did you mean --batch-size?"),
+        ("latency --zzz", "--zzz is not an option: see lockstep-bench latency --help"),
+        ("latency 5", "unrecognized arguments: 5: see lockstep-bench --help"),
+    ],
+)
+def test_what_is_misspelt_is_one_line_with_what_was_meant(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(given.split())
+    assert (2, f"error: {said}\n") == (left.value.code, capsys.readouterr().err)
+
+
 def test_nobody_listens_to_standard_error() -> None:
     flags = "simulate --step-ms 5 --request-rate 20 40 --num-requests 20"
     command = ["bash", "-c", f"{sys.executable} -m benchmark {flags} 2>&-"]
