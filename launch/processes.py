@@ -244,8 +244,8 @@ class Child:
             return "killed by signal 9 (SIGKILL), by the system's out-of-memory killer or by hand"
         if code == -signal.SIGKILL:
             return (
-                "killed by signal 9 (SIGKILL), most often the system's out-of-memory killer: use a smaller model, "
-                "--quantize int8, a lower --max-batch-total-tokens, or a machine with more memory"
+                "killed by signal 9 (SIGKILL), by hand or by the system's out-of-memory killer: against that, use a "
+                "smaller model, --quantize int8, a lower --max-batch-total-tokens, or a machine with more memory"
             )
         if code == 0:
             return last or "it exited with code 0 without saying why, as after a SIGTERM that was not the launcher's"
