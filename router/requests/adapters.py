@@ -259,7 +259,7 @@ class Adapters:
         """The refusal of a name, with the beginning of those that there are."""
         names = self.served(allowed)
         shown = [*([self.base] if self.serves_base(allowed) else []), *islice(names, SHOWN_NAMES)]
-        more = f" and {count} more" if (count := sum(1 for _ in names)) else ""
+        more = "" if next(names, None) is None else " and more"  # whose number would take a look at each
         there = f"{', '.join(shown) or 'nothing that this API key may use'}{more}"
         return UnknownModel(f"the model {harmless(name)} is not served here: there is {there}")
 

@@ -187,7 +187,10 @@ class ShardGroup:
         rank, cause = signs.silent, "it does not answer"
         age += took
         if rank is None and not watch.is_active(signs.activity, since) and watch.is_late(age):
-            rank, cause = signs.laggard, "it answers, but its step does not end"
+            if took > TICK_S:  # a rank has just come back, and may end its step by the next answer
+                signs = await client.signs_of_life(probe_s)
+            if signs.silent is None:
+                rank, cause = signs.laggard, "it answers, but its step does not end"
         if rank is not None and self._loss is None and (client, step) == (self._client, watch.num_answered):
             watch.is_given_up = True
             self._lose(ShardError(rank, f"{cause}: a step has taken {age:.1f} s"))

@@ -31,6 +31,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 END_TOKENS = 16  # enough for any mark with blanks behind it, in letters if need be
 MOST_IDS = 2**31
+HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")  # of UTF-16, or a half of one
 NAMED_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 STRIPPING = ("lstrip", "rstrip", "single_word")  # flags of a special token
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
@@ -414,7 +415,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ValueError that names the file.
     """
     try:
-        value = json.loads(path.read_bytes())
+        raw = path.read_bytes()
+        value = json.loads(raw.decode(json.detect_encoding(raw)))
+        if HALF_OF_A_PAIR.search(raw):
+            json.dumps(value, ensure_ascii=False).encode()  # what is no text would be an error later, and of nobody
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:

@@ -179,7 +179,7 @@ def warm_up(
     captured = _captured(engine, time.monotonic() - began)
     _take_first_steps(engine)
     if engine.device.measures_memory:
-        _compile_kernels(engine, min(prefill_tokens, total_tokens), top_n_tokens, sequences)
+        _compile_kernels(engine, prefill_tokens, total_tokens, top_n_tokens, sequences)
     clocks = engine.device.clocks(partial(_decode_for, DECODING_S, engine, total_tokens)) if _has_clocks(engine) else ""
     times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
@@ -312,33 +312,33 @@ def _prompt(engine: Engine, tokens: int, *, do_sample: bool = False, sequences: 
     return request
 
 
-def _compile_kernels(engine: Engine, most: int, top_n_tokens: int, sequences: int) -> None:
-    """Compute prompts of as many tokens, up to `most`, as products have kernels for.
+def _compile_kernels(engine: Engine, most: int, longest: int, top_n_tokens: int, sequences: int) -> None:
+    """Compute prompts of as many tokens together, up to `most`, as products have kernels for, each up to `longest`.
 
     Then prompts with each number of candidates, up to `top_n_tokens`, and decodes of up to as many `sequences`, as far
     as none are captured: kernels are for each power of two, or fewer. What is not captured compiles kernels at its
     first use, for seconds, in which a request would wait.
     """
     rows = LEAST_ROWS
-    while rows <= most and _has_room(engine, run := _together(engine, rows), sequences):
+    while rows <= most and _has_room(engine, run := _together(engine, rows, longest), sequences):
         _compute(engine, run)
         rows *= 2
     for candidates in range(1, top_n_tokens + 1):
-        _compute(engine, _together(engine, 1), top_n_tokens=candidates)
+        _compute(engine, _together(engine, 1, longest), top_n_tokens=candidates)
     captured = 0 if engine.graphs is None else engine.graphs.decodes.largest
     for decodes in sizes_of_decodes(captured, min(sequences, engine.num_blocks // (1 + engine.has_encoder))):
         _decode_together(engine, decodes)
     if engine.adapters is not None:
         with engine.adapters.rehearsing() as row:
-            for run in (_together(engine, rows) for rows in ROWS_WITH_ADAPTERS if rows <= most):
+            for run in (_together(engine, rows, longest) for rows in ROWS_WITH_ADAPTERS if rows <= most):
                 if _has_room(engine, run, sequences):
                     _compute(engine, run, row)
 
 
-def _together(engine: Engine, tokens: int) -> ProfileRun:
-    """As few prompts as have so many tokens together."""
+def _together(engine: Engine, tokens: int, longest: int) -> ProfileRun:
+    """As few prompts as have so many tokens together. longest: tokens of a sequence."""
     ring = engine.kv_shape.ring
-    most = min(tokens, ring.most_at_once) if ring is not None else tokens
+    most = min(tokens, longest, ring.most_at_once if ring is not None else longest)
     return ProfileRun([min(most, tokens - start) for start in range(0, tokens, most)], engine.has_encoder)
 
 

@@ -95,7 +95,7 @@ def test_silent_exit_is_a_failure_too(supervise: Start) -> None:
 
 def test_sigkill_is_explained(supervise: Start) -> None:
     code, _, error = end(supervise(shard_0="import os; os.kill(os.getpid(), 9)", router=SHARD), within=5)
-    assert code == 1 and error.startswith("error: shard 0 cannot start: killed by signal 9 (SIGKILL), most often")
+    assert code == 1 and error.startswith("error: shard 0 cannot start: killed by signal 9 (SIGKILL), by hand or by")
 
 
 def test_other_signals_are_named_with_the_last_words(supervise: Start) -> None:

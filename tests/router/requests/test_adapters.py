@@ -14,6 +14,7 @@ import pytest
 
 from router.errors import Unavailable, UnknownModel, ValidationError
 from router.requests import adapter_files, adapters
+from router.requests.adapter_files import Appearance, Content
 from router.requests.adapters import Adapters
 from router.scheduling.adapters import Adapter
 from server.adapters.identity import content_key
@@ -100,8 +101,23 @@ async def test_a_name_is_an_adapter_s_or_the_model_s_and_nothing_else(tmp_path: 
 
 async def test_a_refusal_shows_the_beginning_of_many_names() -> None:
     found = Adapters(OWN, [(f"adapter-{number}", "/nowhere") for number in range(30)])
-    assert (await refusal(found, "x" * 9000 + "\n")).endswith("adapter-9 and 20 more")
+    assert (await refusal(found, "x" * 9000 + "\n")).endswith("adapter-9 and more")
     assert len(await refusal(found, "x" * 9000)) < 300 and "\n" not in await refusal(found, "\n")
+
+
+async def test_a_refusal_looks_at_few_of_many_names() -> None:
+    class Counting(Shards):
+        looks = 0
+
+        def refuses(self, adapter: Adapter) -> bool:
+            self.looks += 1
+            return False
+
+    found = Adapters(OWN, [(f"adapter-{number}", "/nowhere") for number in range(1000)], shelf=(shelf := Counting()))
+    for source in found._named.values():
+        source.content = Content(Appearance(source.path, ()), b"key")
+    await refusal(found, "nobody")
+    assert 0 < shelf.looks < 20
 
 
 async def test_a_key_sees_its_own_names_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,18 +50,23 @@ class Ranks:
         self.is_abandoned = True
 
 
+async def watched(ranks: Ranks, tmp_path: Path) -> ShardGroup:
+    """A group whose step is under way; such steps usually take a moment."""
+    group = ShardGroup([str(tmp_path / "rank-0")], clock=ranks.clock)
+    await group.close()
+    group._client = ranks  # type: ignore[assignment]
+    group._watch.sent(0, ranks.now)
+    group._watch.received(ranks.now + 0.01)
+    ranks.now += 0.01
+    group.send(step_request(1, decode=True))
+    return group
+
+
 def looked_at(ranks: Ranks, tmp_path: Path, *, age: float, looks: int = 1) -> ShardGroup:
-    """The group, once it has been looked at so often until its step was so old; such steps usually take a moment."""
+    """The group, once it has been looked at so often until its step was so old."""
 
     async def story() -> ShardGroup:
-        group = ShardGroup([str(tmp_path / "rank-0")], clock=ranks.clock)
-        await group.close()
-        group._client = ranks  # type: ignore[assignment]
-        group._watch.sent(0, ranks.now)
-        group._watch.received(ranks.now + 0.01)
-        ranks.now += 0.01
-        began = ranks.now
-        group.send(step_request(1, decode=True))
+        group, began = await watched(ranks, tmp_path), ranks.now
         for _ in range(looks):
             ranks.now += age / looks
             await group._examine(group._watch, ranks.now - began)
@@ -86,6 +92,34 @@ def test_where_all_answer_a_late_step_is_the_laggards_fault(tmp_path: Path) -> N
 
 def test_a_late_step_that_waits_for_what_goes_on_is_not_lost(tmp_path: Path) -> None:
     looked_at(Ranks(laggard=1, active=8), tmp_path, age=FLOOR_S, looks=2).check()
+
+
+def test_a_rank_that_comes_back_late_is_looked_at_once_more(tmp_path: Path) -> None:
+    """Its step may have ended by the second answer."""
+
+    class Returning(Ranks):
+        ends: Callable[[], None] = staticmethod(lambda: None)
+        looks = 0
+
+        async def signs_of_life(self, seconds: float) -> SignsOfLife:
+            self.looks += 1
+            if self.looks == 2:
+                self.ends()
+            return await super().signs_of_life(seconds)
+
+    async def story(*, ends: bool) -> None:
+        ranks = Returning(laggard=1, probe_s=1.0)
+        group = await watched(ranks, tmp_path)
+        if ends:
+            ranks.ends = lambda: group._watch.received(ranks.now)
+        ranks.now += FLOOR_S - 0.5
+        await group._examine(group._watch, FLOOR_S - 0.5)
+        assert ranks.looks == 2
+        group.check()
+
+    asyncio.run(story(ends=True))
+    with pytest.raises(ShardError, match="shard 1: it answers, but its step does not end"):
+        asyncio.run(story(ends=False))
 
 
 def test_a_gpu_has_longer_for_a_step(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_saved_length_limit_does_not_cut_prompts(tmp_path: Path) -> None:
     assert loaded.encode("a") == list(b"a")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', "<html>", "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', "<html>", "[" * 100_000, '{"model": "\\ud800"}'])
 def test_broken_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json is not"):

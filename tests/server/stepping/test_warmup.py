@@ -102,7 +102,7 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
             kv_shape=SimpleNamespace(ring=None),
             num_blocks=100,
         )
-        _compile_kernels(engine, most=100, top_n_tokens=2, sequences=9)  # type: ignore[arg-type]
+        _compile_kernels(engine, most=100, longest=100, top_n_tokens=2, sequences=9)  # type: ignore[arg-type]
     plain = [(16, 0), (32, 0), (64, 0), (1, 0), (1, 0)]
     assert [*plain, *plain, (8, 1), (16, 1)] == computed
 
@@ -111,7 +111,7 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
 def test_a_cache_that_is_full_is_no_obstacle(case: str, checkpoints: Checkpoints) -> None:
     engine = load_engine(checkpoints(case)[0], tokens=64, warms_up=False)
     with watched(engine) as launched:
-        _compile_kernels(engine, most=128, top_n_tokens=0, sequences=1)
+        _compile_kernels(engine, most=128, longest=64, top_n_tokens=0, sequences=1)
     prompts = [new.encoder_token_ids or new.token_ids for request in launched for new in request.add]
     assert 64 == max(map(len, prompts))
 
@@ -121,7 +121,7 @@ def test_prompts_that_are_longer_than_a_ring_are_several(checkpoints: Checkpoint
     assert engine.kv_shape.ring is not None
     most = engine.kv_shape.ring.most_at_once
     with watched(engine) as launched:
-        _compile_kernels(engine, most=4096, top_n_tokens=0, sequences=4)
+        _compile_kernels(engine, most=4096, longest=4096, top_n_tokens=0, sequences=4)
     computed = [list(request.chunk_tokens) for request in launched if request.chunk_tokens and not request.decode]
     assert [most] * 2 in computed and [most] * 4 in computed and [most] * 8 not in computed
     assert max(max(lengths) for lengths in computed) == most
@@ -143,7 +143,7 @@ def test_decodes_of_each_power_of_two_are_computed_where_none_are_captured(
     tokens = 20 * (1 + (case == "t5")) * BLOCK_SIZE
     engine = load_engine(checkpoints(case)[0], tokens=tokens, warms_up=False)
     with watched(engine) as launched:
-        _compile_kernels(engine, most=1, top_n_tokens=0, sequences=sequences)
+        _compile_kernels(engine, most=1, longest=64, top_n_tokens=0, sequences=sequences)
     assert expected == [len(request.retire) for request in launched if request.retire]
     assert len(expected) == sum(request.decode for request in launched)
 
