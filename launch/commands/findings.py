@@ -39,7 +39,7 @@ class Findings:
 def render(findings: Findings, width: int) -> str:
     """For people: the verdict and the problems first."""
     count = len(findings.problems)
-    verdict = " ".join(["would start", *(["once", " and ".join(findings.awaited)] if findings.awaited else [])])
+    verdict = "would start" + (f" once {' and '.join(findings.awaited)}" if findings.awaited else "")
     if findings.unchecked:
         verdict += ", as far as this could be checked"
     if count:
