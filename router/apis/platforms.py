@@ -25,7 +25,7 @@ from router.apis.tgi.routes import StreamResponse
 from router.errors import ValidationError
 from router.requests import schemas
 from router.requests.generation import Answer, likeliest_first
-from router.requests.schemas import PromptRequest, Strict
+from router.requests.schemas import Lenient, PromptRequest
 
 
 def _kind(instance: Any) -> str:
@@ -37,7 +37,7 @@ Instance = Annotated[
 ]
 
 
-class VertexRequest(Strict):
+class VertexRequest(Lenient):
     """The body of `/vertex`."""
 
     instances: Annotated[list[Instance], Field(fail_fast=True)] = Field(

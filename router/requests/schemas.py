@@ -110,7 +110,7 @@ class GrammarParameters(Strict):
     )
 
 
-class GenerateParameters(Strict):
+class GenerateParameters(Lenient):
     """How to generate. An absent field means that its default holds."""
 
     best_of: Integer | None = Field(default=None, description="Samples to draw; the likeliest is returned.")

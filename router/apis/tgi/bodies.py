@@ -15,12 +15,12 @@ from typing_extensions import TypedDict
 
 from router.apis.serving import ADAPTER_HEADER, adapter_header
 from router.requests.generation import Answer, OpenRequest, likeliest_first, one_per_prompt
-from router.requests.schemas import GenerateParameters, Misplaced, PromptRequest, Strict, Unserved
+from router.requests.schemas import GenerateParameters, Lenient, Misplaced, PromptRequest, Strict, Unserved
 from router.scheduling.request import Finished, Token
 from router.text.generated import FinishReason
 
 
-class GenerateRequest(Strict):
+class GenerateRequest(Lenient):
     """The body of `/generate`, `/generate_stream`, `/` and `/tokenize`."""
 
     inputs: str = Field(description="The prompt.")

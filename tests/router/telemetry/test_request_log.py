@@ -158,6 +158,13 @@ async def test_fields_that_nobody_looks_at_are_named_and_no_value_is(caplog: pyt
     [
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "suffix": "", "stray": 1}, "stray"),
         ("/v1/completions", {"prompt": "a", "prompt_embeds": "x"}, None),
+        (
+            "/generate",
+            {"inputs": "a", "suffix": "", "parameters": {"max_new_tokns": 3}},
+            "suffix, parameters.max_new_tokns",
+        ),
+        ("/", {"inputs": "a", "suffix": "", "paramters": {"max_new_tokens": 3}}, "suffix, paramters"),
+        ("/vertex", {"suffix": 1, "instances": [{"inputs": "a", "stray": 1}]}, "suffix, instances.stray"),
         ("/v1/chat/completions", {"messages": [], "functions": [{}], "stray": 1}, "stray"),
         ("/v1/responses", {"input": "a", "previous_response_id": "x", "top_logprobs": 999}, None),
         ("/v1/messages", {"messages": [], "mcp_servers": [{}]}, None),
