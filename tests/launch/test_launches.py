@@ -219,7 +219,7 @@ def test_signal_during_download_stops_at_once(launch: Start) -> None:
 
 # The launch as above, but to report a failure takes its time.
 SLOW_TO_REPORT = LAUNCH.replace(
-    "sys.exit(", "launcher._report = lambda _: print('unwinds', flush=True) or __import__('time').sleep(60)\nsys.exit("
+    "sys.exit(", "launcher._report = lambda *_: print('unwinds', flush=True) or __import__('time').sleep(60)\nsys.exit("
 )
 
 
