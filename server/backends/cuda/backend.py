@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.errors import TritonError
 
 from server.arch.spec import ArchSpec
@@ -15,7 +18,6 @@ from server.backends.cuda import FLOAT8_SINCE
 from server.backends.cuda.adapters import CudaAdapted
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Shares
-from server.backends.cuda.compilations import Compilations
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES
 from server.backends.cuda.kernels.convolution import FusedShortConv
@@ -59,6 +61,9 @@ PIECE = 1 << 23
 # that are interpreted or only compiled count on.
 GROUPED_MM = (9, 10)
 BEST_KNOWN = (9, 0)
+MICROSECONDS = 1e-6
+
+log = logging.getLogger(__name__)
 
 
 class CudaBackend(ReferenceBackend):
@@ -171,3 +176,19 @@ class CudaBackend(ReferenceBackend):
     def _capture_stream(self) -> torch.cuda.Stream:
         """The one stream of all captures: made when the first is, since kernels alone need no GPU."""
         return torch.cuda.Stream(self.device.torch_device)
+
+
+class Compilations:
+    """How many kernels Triton has compiled in this process since this was made; it tells the latest one alone.
+
+    A kernel is compiled at the first launch of its kind, for seconds, in which a step takes as long. Who watches the
+    steps tells that from a hang by this count.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        knobs.compilation.listener = self._compiled
+
+    def _compiled(self, *, src: Any, times: Any, **about: Any) -> None:
+        self.count += 1
+        log.debug("compiled the kernel %s in %.1f s", src.name, times.total * MICROSECONDS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from server.backends.cuda.compilations import Compilations
+from server.backends.cuda.backend import Compilations
 from server.backends.cuda.logits import KernelLogits
 from server.backends.cuda.machine_code import MachineCode
 from tests.server.backends.cuda.compiled_cases import found
