@@ -50,6 +50,9 @@ class Device(Protocol):
     def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
         """The values as a tensor of their shape on the device, without waiting for what the device is computing."""
 
+    def upload_tensor(self, tensor: Tensor) -> Tensor:
+        """Likewise a host's tensor; itself where the device is the host."""
+
     def stage(self, tensor: Tensor) -> Tensor:
         """A host's tensor in memory that `bring` reads; itself where the device is the host. One thread calls this."""
 

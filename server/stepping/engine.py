@@ -174,6 +174,7 @@ class Engine:
             most=most,
             has_encoder=self.has_encoder,
             carried=carried,
+            is_last=stage.is_last,
             has_adapters=self.adapters is not None,
         )
         # A recurrence in stock operators asks the host where prompts end.
@@ -423,15 +424,14 @@ class Engine:
         return self._sample(step.sampled, found, plan, tables, started, at, prompt).showing(self._features(hidden))
 
     def _run_graph(self, plan: StepRuns, tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
-        runs, is_last = plan.decodes, self.neighbours.stage.is_last
-        form = graphs.form_of(runs) if is_last else Form.HIDDEN
+        runs, form = plan.decodes, graphs.form_of(plan.decodes)
         found = graphs.run(runs, form, self.neighbours.carried(len(runs)))
         if form is not Form.HIDDEN:
             token_ids, logprobs, *rest = found
             self.neighbours.give_tokens(token_ids)
             chosen = [Chosen(token_ids, logprobs)]
             return Launched(runs, chosen, {}, started, self.device, self.shard.check).showing(self._features(rest[0]))
-        if not is_last:
+        if not self.neighbours.stage.is_last:
             return self._hand_on(Carried(found[0]), runs, found[-1], started)
         return self._sample(runs, found, plan, tables, started).showing(self._features(found[0]))
 

@@ -81,7 +81,8 @@ class DecodeGraphs:
     """The captured decode steps of one engine, for as long as its tables are there.
 
     most: sequences at once. carried: [0, D] of the kind of what the stage before hands on, in a later pipeline stage.
-    has_adapters: whether sequences may have some.
+    is_last: whether no pipeline stage follows, and so whether tokens are chosen. has_adapters: whether sequences may
+    have some.
     """
 
     def __init__(
@@ -94,9 +95,11 @@ class DecodeGraphs:
         most: int,
         has_encoder: bool,
         carried: Tensor | None = None,
+        is_last: bool = True,
         has_adapters: bool = False,
     ):
         self._carried = carried
+        self._forms = tuple(Form) if is_last else (Form.HIDDEN,)
         # Steps in which no sequence has an adapter are captured apart, and cost what they do without adapters.
         self._kinds = (False, True) if has_adapters else (False,)
         self._capture = capture
@@ -122,11 +125,13 @@ class DecodeGraphs:
         return [partial(self._prepare, size) for size in reversed(self._sizes)]
 
     def _prepare(self, size: int) -> None:
-        for form, adapts in product(Form, self._kinds):
+        for form, adapts in product(self._forms, self._kinds):
             self._graph(size, form, adapts=adapts)
 
     def form_of(self, runs: Sequence[TokenRun]) -> Form:
-        """The form of the step that chooses the next tokens of these sequences."""
+        """The form of the step that computes the next tokens of these sequences."""
+        if Form.PLAIN not in self._forms:
+            return Form.HIDDEN
         if all(run.sequence.choice.is_plain for run in runs):
             return Form.PLAIN
         is_simple = bool(self._sizes) and all(run.sequence.choice.is_simple for run in runs)

@@ -154,10 +154,10 @@ class StageNeighbours:
 
     def _receive(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
         """The next message, on the device of every rank of this stage."""
-        device = self._device.torch_device
         if self._connections is not None:
-            tensors = [tensor.to(device) for tensor in self._connections.receive(parts)]
+            tensors = [self._device.upload_tensor(tensor) for tensor in self._connections.receive(parts)]
         else:
+            device = self._device.torch_device
             tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in parts]
         for tensor in tensors:
             self._shard.broadcast(tensor)

@@ -38,6 +38,9 @@ class CpuDevice:
     def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 
+    def upload_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def stage(self, tensor: Tensor) -> Tensor:
         return tensor
 

@@ -65,7 +65,10 @@ class CudaDevice:
 
     def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
         # Torch refuses to make a pinned tensor of an array at once.
-        return torch.tensor(values, dtype=dtype).pin_memory().to(self.torch_device, non_blocking=True)
+        return self.upload_tensor(torch.tensor(values, dtype=dtype))
+
+    def upload_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def stage(self, tensor: Tensor) -> Tensor:
         self.activate()  # the thread is not one that computes

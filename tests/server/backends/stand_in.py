@@ -21,6 +21,7 @@ as it is in Triton. Left out: streams, the allocator, and how long anything take
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -310,6 +311,7 @@ class StandInDevice:
         self.torch_device = torch.device(NAME, 0)
         self.uploads = self.downloads = 0
         self._arriving: list[tuple[int, HostCopy]] = []
+        self._completing = threading.Lock()
         self._staged: list[Tensor] = []
 
     @contextmanager
@@ -328,9 +330,12 @@ class StandInDevice:
         return {torch.float32}
 
     def upload(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
+        return self.upload_tensor(torch.tensor(values, dtype=dtype))
+
+    def upload_tensor(self, tensor: Tensor) -> Tensor:
         self.driver.refuse_in_capture("something is uploaded")
         self.uploads += 1
-        return on_device(torch.tensor(values, dtype=dtype))
+        return on_device(tensor.clone())
 
     def stage(self, tensor: Tensor) -> Tensor:
         self._staged.append(tensor.clone())
@@ -346,16 +351,19 @@ class StandInDevice:
         self.driver.refuse_in_capture("something is downloaded")
         assert isinstance(tensor, DeviceTensor)
         self.downloads += 1
-        self._arriving.append((self.downloads, host_copy(tensor.host.clone())))
-        return self._arriving[-1][1]
+        copy = host_copy(tensor.host.clone())
+        with self._completing:
+            self._arriving.append((self.downloads, copy))
+        return copy
 
     @torch.inference_mode()
     def complete(self, last: int) -> None:
         """All downloads up to the `last` one have arrived."""
-        for _, copy in (entry for entry in self._arriving if entry[0] <= last):
-            values, copy.arriving = copy.arriving, None
-            copy.copy_(values)
-        self._arriving = [entry for entry in self._arriving if entry[0] > last]
+        with self._completing:
+            for _, copy in (entry for entry in self._arriving if entry[0] <= last):
+                values, copy.arriving = copy.arriving, None
+                copy.copy_(values)
+            self._arriving = [entry for entry in self._arriving if entry[0] > last]
 
     def event(self) -> StandInEvent:
         self.driver.refuse_in_capture("an event is made")

@@ -12,6 +12,7 @@ import pytest
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Launched
 from server.stepping.pipeline import StageConnections
+from tests.server.backends.stand_in import WHY_NOT, StandInBackend, StandInDevice
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import generate, load_engine
@@ -66,3 +67,16 @@ def test_stages_generate_the_tokens_of_the_whole(case: str, checkpoints: Checkpo
     assert count >= 2, "a model of one layer shows nothing"
     with pipeline(folder, count) as stages:
         assert tokens_of(stages) == tokens_of(whole)
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_stages_capture_their_part_of_a_step_and_do_not_wait_for_the_device() -> None:
+    """Only the last one has logits."""
+    whole = load_engine(DEMO, warms_up=False, tokens=1024, total_tokens=64)
+    with pipeline(DEMO, 3, backend=StandInBackend()) as stages:
+        for engine in stages.engines:
+            assert engine.graphs is not None
+            for capture in engine.graphs.decodes.captures():  # as the warm-up does
+                capture()
+        with StandInDevice().forbidding():
+            assert [tokens for tokens, _ in tokens_of(stages)] == [tokens for tokens, _ in tokens_of(whole)]
