@@ -101,9 +101,9 @@ class LauncherConfig:
     sharded: bool | None = field(
         default=None,
         metadata={
-            "help": "true: one shard per visible GPU; false: one shard, unless num_shard says otherwise.",
-            "default": "decided by num_shard",
-            "when": "num_shard is more precise.",
+            "help": "true: one shard per visible GPU; false: one shard, unless --num-shard says otherwise.",
+            "default": "decided by --num-shard",
+            "when": "--num-shard is more precise.",
         },
     )
     num_shard: int | Literal["auto"] | None = field(
@@ -121,12 +121,12 @@ class LauncherConfig:
     pipeline_parallel: int = field(
         default=1,
         metadata={
-            "help": "Pipeline stages that the layers are split into, by cost. Each has num_shard processes, so there "
-            "are num_shard times pipeline_parallel shards.",
+            "help": "Pipeline stages that the layers are split into, by cost. Each has --num-shard processes, so there "
+            "are --num-shard times --pipeline-parallel shards.",
             "unit": "stages",
             "min": 1,
             "max": 64,
-            "when": "The model needs more memory than num_shard GPUs have, above all on several nodes: stages "
+            "when": "The model needs more memory than --num-shard GPUs have, above all on several nodes: stages "
             "exchange little, while the shards of a stage sum results in every layer.",
         },
     )
@@ -134,7 +134,7 @@ class LauncherConfig:
         default=1,
         metadata={
             "help": "Number of nodes, each with equally many shards. Start the launcher on every node with the same "
-            "settings and its own node_rank; node 0 serves. Variables of torchrun, LeaderWorkerSet and Slurm are "
+            "settings and its own --node-rank; node 0 serves. Variables of torchrun, LeaderWorkerSet and Slurm are "
             "recognised.",
             "unit": "nodes",
             "min": 1,
@@ -165,8 +165,8 @@ class LauncherConfig:
     trust_network: bool = field(
         default=False,
         metadata={
-            "help": "Allow unencrypted traffic between nodes: all of it without tls_dir, and with tls_dir the sums of "
-            "NCCL and gloo if the shards of a stage are on several nodes.",
+            "help": "Allow unencrypted traffic between nodes: all of it without --tls-dir, and with --tls-dir the sums "
+            "of NCCL and gloo if the shards of a stage are on several nodes.",
             "when": "The network between the nodes is private, or encrypted below (WireGuard, IPsec).",
         },
     )
@@ -199,7 +199,7 @@ class LauncherConfig:
         default="localhost",
         metadata={
             "help": "With several nodes, the address of node 0. On one node, the address at which the shards meet: "
-            "setting it or master_port makes them meet over TCP instead of through a private file.",
+            "setting it or --master-port makes them meet over TCP instead of through a private file.",
             "when": "With nnodes; or if the file system of the temporary folder has no locks. On one node TCP listens "
             "on every network interface.",
         },
@@ -207,10 +207,10 @@ class LauncherConfig:
     master_port: int = field(
         default=29500,
         metadata={
-            "help": "TCP port at which nodes meet, the same on all; on one node see master_addr.",
+            "help": "TCP port at which nodes meet, the same on all; on one node see --master-addr.",
             "min": 1,
             "max": 65535,
-            "when": "As for master_addr, when the port is taken.",
+            "when": "As for --master-addr, when the port is taken.",
         },
     )
     max_deaths: int = field(

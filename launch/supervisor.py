@@ -120,6 +120,8 @@ class Supervisor:
             if self._remote_nodes is not None:
                 self._remote_nodes.close(self.failure or "the server is stopped", 1 if self.failure else 0)
             self._pool.close(self._children)
+        if self._exit_code == 0:
+            self._log.info("stopped")
         return self._exit_code
 
     @property

@@ -330,8 +330,8 @@ def read_keys(api_key: str | None, path: Path | None) -> list[ApiKey]:
     keys += _keys_of(path) if path is not None else []
     if not len(keys) == len({key.name for key in keys}) == len({key.digest for key in keys}):
         raise ValueError(
-            f"api_keys_file {path} has a key named {LONE_NAME}, or the very key that api_key gives: rename it there, "
-            "or give no api_key"
+            f"--api-keys-file {path} has a key named {LONE_NAME}, or the very key that --api-key gives: rename it "
+            "there, or give no --api-key"
         )
     return keys
 
@@ -341,16 +341,16 @@ def _keys_of(path: Path) -> list[ApiKey]:
         content = path.read_bytes()
         document = tomllib.loads(content.decode()) if path.suffix == ".toml" else json.loads(content)
     except OSError as error:
-        raise ValueError(f"api_keys_file {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"--api-keys-file {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of JSON, TOML and UTF-8; their messages quote nothing of the file
         kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise ValueError(f"api_keys_file {path} is not {kind}: {_position(error)}") from None
+        raise ValueError(f"--api-keys-file {path} is not {kind}: {_position(error)}") from None
     tables = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(tables, list) or not tables:
-        raise ValueError(f'api_keys_file {path} has no list `keys`: write {{"keys": [{{"name": "…", "key": "…"}}]}}')
+        raise ValueError(f'--api-keys-file {path} has no list `keys`: write {{"keys": [{{"name": "…", "key": "…"}}]}}')
     problems = list(_problems(tables))
     if problems:
-        raise ValueError(f"api_keys_file {path}: {'; '.join(problems)}")
+        raise ValueError(f"--api-keys-file {path}: {'; '.join(problems)}")
     return [_key(table) for table in tables]
 
 

@@ -86,7 +86,7 @@ class RouterConfig:
             "help": "Address to listen on. On a loopback address, the Host header of requests must name this machine "
             "(localhost, a loopback address, or this setting), which stops DNS rebinding by web pages.",
             "environment": "LOCKSTEP_HOSTNAME",  # HOSTNAME is the machine's name in shells and containers
-            "when": "0.0.0.0 accepts other machines, as a container must; :: also IPv6. Set an api_key with it.",
+            "when": "0.0.0.0 accepts other machines, as a container must; :: also IPv6. Set an --api-key with it.",
         },
     )
     port: int = field(
@@ -111,7 +111,7 @@ class RouterConfig:
         default=None,
         metadata={
             "help": "Tokens (prompt plus `max_new_tokens`) of all waiting requests together. A request beyond it is "
-            "refused with 429 `overloaded`. Without it, only max_concurrent_requests bounds the queue.",
+            "refused with 429 `overloaded`. Without it, only --max-concurrent-requests bounds the queue.",
             "unit": "tokens",
             "min": 1,
             "default": "no limit",
@@ -125,7 +125,7 @@ class RouterConfig:
             "help": "Largest `best_of`: samples drawn for one request, of which the likeliest is returned.",
             "unit": "samples",
             "min": 1,
-            "when": "Each sample costs a whole generation and one place of `max_concurrent_requests`.",
+            "when": "Each sample costs a whole generation and one place of `--max-concurrent-requests`.",
         },
     )
     max_stop_sequences: int = field(
@@ -161,7 +161,7 @@ class RouterConfig:
             "aliases": ("max_input_tokens",),
             "unit": "tokens",
             "min": 1,
-            "default": "max_total_tokens - 1; for an encoder max_batch_prefill_tokens if that is less",
+            "default": "--max-total-tokens - 1; for an encoder --max-batch-prefill-tokens if that is less",
             "when": "Lower it to refuse prompts that take longer than clients may wait for.",
         },
     )
@@ -182,7 +182,7 @@ class RouterConfig:
             "help": "Waiting requests join the running batch once those that fit make up this share of it.",
             "unit": "ratio",
             "min": 0.0,
-            "when": "Rarely: `prefill_chunk` already protects running streams, and a ratio keeps the batch small "
+            "when": "Rarely: `--prefill-chunk` already protects running streams, and a ratio keeps the batch small "
             "(docs/simulating.md).",
         },
     )
@@ -213,7 +213,7 @@ class RouterConfig:
         default=None,
         metadata={
             "help": "Target for the longest time between two tokens of a stream: how long a step may take that "
-            "computes prompts beside decoding requests, as far as `prefill_chunk` auto can achieve it.",
+            "computes prompts beside decoding requests, as far as `--prefill-chunk` auto can achieve it.",
             "unit": "milliseconds",
             "min": 1,
             "default": "twice what the step would take without prompts",
@@ -230,8 +230,8 @@ class RouterConfig:
             "unit": "tokens",
             "min": 0,
             "max": MOST_GUESSES,
-            "default": f"0; {DEFAULT_GUESSES}, or as many as the model proposes if fewer, with speculative_model or "
-            "speculative_method mtp",
+            "default": f"0; {DEFAULT_GUESSES}, or as many as the model proposes if fewer, with --speculative-model or "
+            "--speculative-method mtp",
             "when": "Requests repeat what they read or wrote, as edits of a file, extracts and agents do, and the "
             "device is not busy with many of them.",
         },
@@ -240,9 +240,9 @@ class RouterConfig:
         default="auto",
         metadata={
             "help": "Where guesses come from: ngram looks for the last tokens earlier in the same request, suffix also "
-            "in answers to earlier requests of the same API key. draft, medusa, eagle3: from speculative_model alone, "
-            "which must be of that kind. mtp: from layers for it in the served model. auto: suffix, and "
-            "speculative_model if there is one.",
+            "in answers to earlier requests of the same API key. draft, medusa, eagle3: from --speculative-model "
+            "alone, which must be of that kind. mtp: from layers for it in the served model. auto: suffix, and "
+            "--speculative-model if there is one.",
             "choices": SPECULATIVE_METHODS,
             "when": "ngram, if answers to earlier requests say nothing of later ones, or if clients of one key must "
             "not learn others' answers by timing. mtp, if the model has such layers.",
@@ -299,7 +299,7 @@ class RouterConfig:
     max_waiting_tokens: int = field(
         default=20,
         metadata={
-            "help": "Decode steps after which a waiting request joins regardless of waiting_served_ratio.",
+            "help": "Decode steps after which a waiting request joins regardless of --waiting-served-ratio.",
             "unit": "steps",
             "min": 0,
             "when": "Lower it to bound the wait for a first token; 0 admits requests at every step.",
@@ -330,7 +330,7 @@ class RouterConfig:
             "help": "Largest HTTP request body; a larger one is refused with 413.",
             "unit": "bytes",
             "min": 1,
-            "when": "Raise it with max_input_length: a token is about four bytes of text.",
+            "when": "Raise it with --max-input-length: a token is about four bytes of text.",
         },
     )
     validation_workers: int = field(
@@ -401,7 +401,7 @@ class RouterConfig:
             "and discarded so that the client can read the refusal.",
             "unit": "seconds",
             "min": 0.05,
-            "when": "Raise it with payload_limit for clients on slow lines: 2 MB in 30 s is 70 KB/s.",
+            "when": "Raise it with --payload-limit for clients on slow lines: 2 MB in 30 s is 70 KB/s.",
         },
     )
     keep_alive_timeout: float = field(
@@ -444,7 +444,7 @@ class RouterConfig:
         default=64 * 1024 * 1024,
         metadata={
             "help": "Bytes of unfinished request bodies over all connections. Beyond it, the API key (or else the "
-            "peer) that holds the most has one request refused with 429. Never less than payload_limit.",
+            "peer) that holds the most has one request refused with 429. Never less than --payload-limit.",
             "unit": "bytes",
             "min": 1,
             "when": "Raise it for many large prompts at once over slow lines.",
@@ -520,7 +520,7 @@ class RouterConfig:
             "help": "Largest `n` and `best_of` on `/v1`: answers generated for one prompt.",
             "unit": "answers",
             "min": 1,
-            "when": "Each answer costs a whole generation and one place of `max_concurrent_requests`.",
+            "when": "Each answer costs a whole generation and one place of `--max-concurrent-requests`.",
         },
     )
 
@@ -537,19 +537,19 @@ class RouterConfig:
     served_model_name: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "What requests may call the model beside model_id and `tgi`, where other names are adapters'; "
+            "help": "What requests may call the model beside --model-id and `tgi`, where other names are adapters'; "
             "`/v1/models` shows the first. Repeat the flag or separate by commas.",
             "unit": "names",
             "default": "model_id",
-            "when": "model_id is a path, or clients have another name. Without adapters they may use any.",
+            "when": "--model-id is a path, or clients have another name. Without adapters they may use any.",
         },
     )
     allow_adapter_changes: bool = field(
         default=False,
         metadata={
             "help": "Let every client load and unload adapters with `/v1/load_lora_adapter` and "
-            "`/v1/unload_lora_adapter`, from below adapter_dir alone. Without it keys with `admin` in api_keys_file "
-            "may.",
+            "`/v1/unload_lora_adapter`, from below --adapter-dir alone. Without it keys with `admin` in "
+            "--api-keys-file may.",
             "when": "All clients are trusted with it.",
         },
     )
@@ -625,7 +625,7 @@ class RouterConfig:
             "unit": "parts",
             "min": 1,
             "max": MOST_MICRO_BATCHES,
-            "default": "the number of stages (pipeline_parallel)",
+            "default": "the number of stages (--pipeline-parallel)",
             "when": "Raise it if stages idle because transfers between them are slow.",
         },
     )
@@ -683,18 +683,18 @@ def speculative_problems(*, speculative_model: str | None, speculative_method: s
     is_given = speculative_model is not None
     if speculative_method in OF_A_MODEL and not is_given:
         return [
-            f"speculative_method is {speculative_method} but there is no speculative_model: name the model that "
-            "proposes tokens, or leave speculative_method out"
+            f"--speculative-method is {speculative_method} but there is no --speculative-model: name the model that "
+            "proposes tokens, or leave --speculative-method out"
         ]
     if speculative_method in (*FROM_TEXTS, "mtp") and is_given:
         source = "layers of the served model" if speculative_method == "mtp" else "texts alone"
         return [
-            f"speculative_model is {speculative_model} but speculative_method is {speculative_method}, whose guesses "
-            f"come from {source}: leave one of them out"
+            f"--speculative-model is {speculative_model} but --speculative-method is {speculative_method}, whose "
+            f"guesses come from {source}: leave one of them out"
         ]
     if speculate == 0 and (is_given or speculative_method == "mtp"):
-        what = "speculative_model" if is_given else "speculative_method mtp"
-        return [f"speculate is 0, so nothing could use {what}: raise it, or leave one of them out"]
+        what = "--speculative-model" if is_given else "--speculative-method mtp"
+        return [f"--speculate is 0, so nothing could use {what}: raise it, or leave one of them out"]
     return []
 
 
@@ -707,8 +707,8 @@ def adapter_problems(*, adapter_dir: str | None, allow_adapter_changes: bool) ->
     """What is wrong with these settings together, with its remedy."""
     if allow_adapter_changes and adapter_dir is None:
         return [
-            "allow_adapter_changes is set but there is no adapter_dir, below which all must lie that is loaded: give "
-            "the folder, or leave allow_adapter_changes out"
+            "--allow-adapter-changes is set but there is no --adapter-dir, below which all must lie that is loaded: "
+            "give the folder, or leave --allow-adapter-changes out"
         ]
     return []
 
@@ -725,21 +725,21 @@ def relation_problems(
     """Every rule between settings that the given values break, each with value, bound and remedy."""
     problems = []
     if not math.isfinite(waiting_served_ratio):
-        problems.append(f"waiting_served_ratio is {waiting_served_ratio}: give a finite ratio such as 0.3")
+        problems.append(f"--waiting-served-ratio is {waiting_served_ratio}: give a finite ratio such as 0.3")
     if max_inter_token_ms is not None and prefill_chunk != "auto":
         problems.append(
-            f"max_inter_token_ms is {max_inter_token_ms} but prefill_chunk is {prefill_chunk}, a fixed size, and only "
-            "one that is chosen can keep to it: leave one of them out, or set prefill_chunk to auto"
+            f"--max-inter-token-ms is {max_inter_token_ms} but --prefill-chunk is {prefill_chunk}, a fixed size, and "
+            "only one that is chosen can keep to it: leave one of them out, or set --prefill-chunk to auto"
         )
     if max_input_length is not None and max_total_tokens is not None and max_input_length >= max_total_tokens:
         problems.append(
-            f"max_input_length is {max_input_length} but must be less than max_total_tokens, {max_total_tokens}: "
+            f"--max-input-length is {max_input_length} but must be less than --max-total-tokens, {max_total_tokens}: "
             "lower the first or raise the second, so that at least one token can be generated"
         )
-    for name, value in (("max_total_tokens", max_total_tokens), ("max_input_length", max_input_length)):
+    for name, value in (("--max-total-tokens", max_total_tokens), ("--max-input-length", max_input_length)):
         if value is not None and max_batch_total_tokens is not None and value > max_batch_total_tokens:
             problems.append(
-                f"{name} is {value} but max_batch_total_tokens is {max_batch_total_tokens}, so the longest request "
+                f"{name} is {value} but --max-batch-total-tokens is {max_batch_total_tokens}, so the longest request "
                 "could never run: lower the first or raise the second"
             )
     return problems

@@ -188,7 +188,7 @@ class DeadlinePassed(RouterError):
     def __init__(self, seconds: float) -> None:
         super().__init__(
             f"The request was not finished within its {seconds:g} s: ask for fewer tokens, or allow it more time "
-            "(`x-request-timeout-ms`, and the server's `request_timeout`)"
+            "(`x-request-timeout-ms`, and the server's `--request-timeout`)"
         )
 
 

@@ -268,7 +268,7 @@ class ShardConfig:
         default=4.0,
         metadata={
             "help": "Host memory behind it, of each shard on a GPU: an adapter that is there is not read from the disk "
-            "again. On a CPU adapter_memory alone counts.",
+            "again. On a CPU --adapter-memory alone counts.",
             "unit": "GB",
             "min": 0.0,
             "max": 100_000.0,
@@ -282,7 +282,7 @@ class ShardConfig:
             "unit": "adapters",
             "min": 1,
             "max": 1024,
-            "when": "Raise it if adapter_memory has room for more, and requests at once name more.",
+            "when": "Raise it if --adapter-memory has room for more, and requests at once name more.",
         },
     )
     prefix_cache_host_gb: float = field(
@@ -295,7 +295,7 @@ class ShardConfig:
             "max": 100_000.0,
             "default": "0; with prefix_cache_disk_gb what the longest sequence takes, at most 1 GB",
             "when": "On a GPU, if requests share more long prefixes than the KV cache holds. On a CPU raise "
-            "max_batch_total_tokens instead: it is the same memory.",
+            "--max-batch-total-tokens instead: it is the same memory.",
         },
     )
     prefix_cache_disk_gb: float = field(
@@ -325,7 +325,7 @@ class ShardConfig:
             "unit": "milliseconds",
             "min": 0.0,
             "max": 60_000.0,
-            "when": "With model_id null: a server of known speed to check clients, load balancers and benchmarks.",
+            "when": "With --model-id null: a server of known speed to check clients, load balancers and benchmarks.",
         },
     )
     null_token_us: float = field(

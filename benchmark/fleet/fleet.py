@@ -185,7 +185,7 @@ def _fit_note(cost: Fitted, num_results: int) -> str:
     return (
         f"Steps: fitted to {num_results} latency result{'s' if num_results > 1 else ''}; {cost.base_ms:.2f} ms for an "
         f"empty step, shared by prompts and decoding; {context}; and {1000 * cost.overhead_s:g} ms. Memory is taken "
-        "to be enough for max_concurrent_requests of the longest length, unless max_batch_total_tokens is given."
+        "to be enough for --max-concurrent-requests of the longest length, unless --max-batch-total-tokens is given."
     )
 
 

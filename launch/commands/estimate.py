@@ -217,8 +217,8 @@ def capacity(
         raise ValueError(f"{found.problem}: use more shards{less}, --quantize int8 or --kv-cache-dtype int8")
     if wanted is not None and wanted > found.kv_tokens:
         raise ValueError(
-            f"max_batch_total_tokens is {wanted}, but free memory holds a KV cache of about {found.kv_tokens} tokens: "
-            f"use --max-batch-total-tokens {found.kv_tokens} or less"
+            f"--max-batch-total-tokens is {wanted}, but free memory holds a KV cache of about {found.kv_tokens} "
+            f"tokens: use --max-batch-total-tokens {found.kv_tokens} or less"
         )
     return replace(found, max_batch_total_tokens=wanted or found.max_batch_total_tokens)
 

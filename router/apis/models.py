@@ -153,7 +153,7 @@ def _refuse_strangers(request: Request, services: Services) -> None:
     if services.config.allow_adapter_changes or (account is not None and account.key.admin):
         return
     raise Forbidden(
-        "adapters are loaded and unloaded with a key that has `admin` in api_keys_file, or where the server was "
+        "adapters are loaded and unloaded with a key that has `admin` in --api-keys-file, or where the server was "
         "started with --allow-adapter-changes"
     )
 

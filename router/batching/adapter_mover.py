@@ -195,8 +195,8 @@ class AdapterMover:
         if not found.problem and not self.rows.fits(found.num_bytes):
             has, needs = self.rows.device_bytes / 1e9, found.num_bytes / 1e9
             problem = (
-                f"it takes {needs:.3g} GB of a device, and adapter_memory is {has:.3g} GB: raise adapter_memory, or "
-                "give it a lower rank"
+                f"it takes {needs:.3g} GB of a device, and --adapter-memory is {has:.3g} GB: raise --adapter-memory, "
+                "or give it a lower rank"
             )
             found = Prepared(found.num_bytes, problem)
         if found.problem:

@@ -200,7 +200,7 @@ def _read(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"chat_template {path} cannot be read: {cause}") from None
+        raise ValueError(f"--chat-template {path} cannot be read: {cause}") from None
 
 
 def _of_file(path: Path) -> dict[str, str]:
@@ -209,7 +209,7 @@ def _of_file(path: Path) -> dict[str, str]:
         return {DEFAULT: text}
     named = _of_config(read_json(path).get("chat_template"), path)
     if not named:
-        raise ValueError(f"chat_template {path} has no `chat_template`: give a file of Jinja2, or of JSON with one")
+        raise ValueError(f"--chat-template {path} has no `chat_template`: give a file of Jinja2, or of JSON with one")
     return named
 
 

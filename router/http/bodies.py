@@ -118,4 +118,4 @@ class Bodies:
 
     def _too_large(self) -> BodyTooLarge:
         limit = self._payload_limit
-        return BodyTooLarge(f"the body is larger than `payload_limit`, {limit} bytes: send a shorter prompt")
+        return BodyTooLarge(f"the body is larger than `--payload-limit`, {limit} bytes: send a shorter prompt")

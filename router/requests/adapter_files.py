@@ -103,8 +103,8 @@ def _files(
         found.append(_marks(name, status))
     if (size := sum(file[2] for file in found)) > most_bytes:
         raise Unfit(
-            f"has {size / 1e6:,.1f} MB, and adapter_memory has room for what {most_bytes / 1e6:,.1f} MB of files take "
-            "at most: raise --adapter-memory"
+            f"has {size / 1e6:,.1f} MB, and --adapter-memory has room for what {most_bytes / 1e6:,.1f} MB of files "
+            "take at most: raise --adapter-memory"
         )
     return tuple(found)
 

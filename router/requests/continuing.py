@@ -88,7 +88,7 @@ def is_trusted(request: Request, key: str | None) -> bool:
     if given is None:
         return False
     if key is None or not hmac.compare_digest(given.encode(), key.encode()):
-        raise ValidationError(f"`{KEY_HEADER}` is only for load balancers, and is not this server's continuation_key")
+        raise ValidationError(f"`{KEY_HEADER}` is only for load balancers, and is not this server's --continuation-key")
     return True
 
 

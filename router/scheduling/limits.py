@@ -85,7 +85,7 @@ class LengthLimits:
     def reasons(self) -> dict[str, str]:
         """Why each is what it is, where it was not given."""
         is_one_less = self.max_input_length == self.max_total_tokens - 1
-        prompt = "max_total_tokens less one" if is_one_less else "max_batch_prefill_tokens"
+        prompt = "--max-total-tokens less one" if is_one_less else "--max-batch-prefill-tokens"
         return {"max_input_length": prompt, "max_total_tokens": self.why}
 
 
@@ -120,7 +120,7 @@ def derive_lengths(
     wanted = min(bounds, key=lambda name: bounds[name][0])
     total, why = (config.max_total_tokens, "") if config.max_total_tokens else (bounds[wanted][0], wanted)
     problems = [
-        f"max_total_tokens is {total} but {name} is {bound} tokens: lower max_total_tokens to {bound} or less"
+        f"--max-total-tokens is {total} but {name} is {bound} tokens: lower --max-total-tokens to {bound} or less"
         for name, (_, bound) in bounds.items()
         if bound is not None and total > bound
     ]
@@ -128,8 +128,8 @@ def derive_lengths(
     input_length = config.max_input_length or max(1, min(total - 1, step))
     if has_encoder and input_length > step:
         problems.append(
-            f"max_input_length is {input_length} but max_batch_prefill_tokens is {step}, and the encoder of this model "
-            f"reads a prompt in one step: lower max_input_length to {step} or raise max_batch_prefill_tokens"
+            f"--max-input-length is {input_length} but --max-batch-prefill-tokens is {step}, and the encoder of this "
+            f"model reads a prompt in one step: lower --max-input-length to {step} or raise --max-batch-prefill-tokens"
         )
     problems += relation_problems(
         max_input_length=input_length,
@@ -149,9 +149,9 @@ def _bounds(config: RouterConfig, max_positions: int, room: Room | None) -> dict
     else:
         bounds = {"the default for a model without a longest sequence": (UNBOUNDED_TOTAL_TOKENS, None)}
         if (asked := (config.max_input_length or 0) + ROOM_FOR_ANSWER) > UNBOUNDED_TOTAL_TOKENS:
-            bounds = {f"max_input_length and {ROOM_FOR_ANSWER}": (asked, None)}
+            bounds = {f"--max-input-length and {ROOM_FOR_ANSWER}": (asked, None)}
     if (given := config.max_batch_total_tokens) is not None:
-        bounds["max_batch_total_tokens"] = (given, given)
+        bounds["--max-batch-total-tokens"] = (given, given)
     if room is not None:
         longest = room.longest(is_inferred=given is None)
         bounds["the KV cache that fits into memory"] = (longest, min(room.cache_tokens, room.sequence_tokens))

@@ -276,7 +276,7 @@ class ShardGroup:
             raise ShardError(
                 0,
                 f"free memory holds a KV cache of {cache.max_batch_total_tokens} tokens now, fewer than the "
-                f"{self._wanted['max_total_tokens']} of max_total_tokens: free some memory, or lower max_total_tokens",
+                f"{self._wanted['max_total_tokens']} of --max-total-tokens: free some memory, or lower the latter",
             )
         return cache
 

@@ -91,7 +91,7 @@ def make_tracer(otlp_endpoint: str | None, service_name: str, model_id: str = ""
         return _OtlpTracer(otlp_endpoint, service_name, model_id)
     except ImportError as error:
         raise ValueError(
-            f"otlp_endpoint is set but {error.name} is not installed: pip install --editable '.[otel]' in Lockstep's "
+            f"--otlp-endpoint is set but {error.name} is not installed: pip install --editable '.[otel]' in Lockstep's "
             "folder, or leave it unset"
         ) from None
 

@@ -110,8 +110,8 @@ class Changes:
         """Raise AdapterError where the budget has less, before that is computed which takes so much."""
         if nbytes > self._left:
             raise AdapterError(
-                f"it takes more than {self._budget / 1e9:.3g} GB of a device, which is adapter_memory: raise "
-                "adapter_memory, or give it a lower rank"
+                f"it takes more than {self._budget / 1e9:.3g} GB of a device, which is --adapter-memory: raise "
+                "--adapter-memory, or give it a lower rank"
             )
 
     def linear(

@@ -371,9 +371,9 @@ class Repository:
                 allow_patterns=[self.content.description],
             )
         except LocalEntryNotFoundError:
+            remedy = ": check the name, or unset it" if self.offline else ""
             raise HubError(
-                f"{self.model_id} is no folder here, is not in the cache and cannot be downloaded ({reason}): check "
-                "the path, or connect once"
+                f"{self.model_id} is no folder here, is not in the cache and cannot be downloaded: {reason}{remedy}"
             ) from None
         self.report(f"Using the cached files of {self.model_id} ({reason})")
         return Path(folder)

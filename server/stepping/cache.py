@@ -141,7 +141,7 @@ def choose_tokens(
     fits = max(0, free_bytes // (max(1, bytes_per_token) * BLOCK_SIZE)) * BLOCK_SIZE
     if wanted and num_blocks(wanted) * BLOCK_SIZE > fits:
         raise ValueError(
-            f"max_batch_total_tokens is {wanted}, but {where} holds a KV cache of {fits} tokens "
+            f"--max-batch-total-tokens is {wanted}, but {where} holds a KV cache of {fits} tokens "
             f"({bytes_per_token} bytes each): use --max-batch-total-tokens {fits} or less"
         )
     if not fits:

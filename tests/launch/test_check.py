@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -33,6 +34,7 @@ from tests.adapter_folders import adapter_folder
 from tests.adapter_folders import weights as contents
 from tests.launch.test_tgi import FLAGS, VARIABLES, WITHOUT_VARIABLE, given, setting_of
 from tests.ports import free_port
+from tests.router.doubles import tasks_in_process
 from tests.running import ROOT, Server
 
 LLAMA = {
@@ -43,9 +45,11 @@ LLAMA = {
 
 
 @pytest.fixture(autouse=True)
-def aside_is_no_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What tries chat templates has the priority of the tests: a busy machine gives the lowest next to no time."""
-    monkeypatch.setattr("router.sandbox.pool.NICENESS", 0)
+def no_process_aside(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Chat templates are tried in this process, but for tests with the marker `aside`: in one of their priority."""
+    is_aside = request.node.get_closest_marker("aside") is not None
+    with patch("router.sandbox.pool.NICENESS", 0) if is_aside else tasks_in_process():
+        yield
 
 
 @pytest.fixture
@@ -164,7 +168,7 @@ def test_all_problems_are_found_in_one_run(llama: Path) -> None:
         "--lora-adapters adapter: the adapter /no/adapter is not a folder",
         "--quantize is gptq, but config.json has no `quantization_config`",
         "the model has 4 attention heads, which --num-shard 8 does not divide",
-        "max_total_tokens is 9000 but the model's longest sequence is 8192 tokens",
+        "--max-total-tokens is 9000 but the model's longest sequence is 8192 tokens",
         f"{llama} has no weights",
     ]
     assert len(expected) == len(found.problems)
@@ -185,7 +189,7 @@ def test_a_port_that_is_taken_is_no_problem_for_the_server_that_comes_after() ->
     ("more", "longest", "why"),
     [
         ([], 8192, "the model's longest sequence"),
-        (["--max-batch-total-tokens", "4096"], 4096, "max_batch_total_tokens"),
+        (["--max-batch-total-tokens", "4096"], 4096, "--max-batch-total-tokens"),
     ],
 )
 def test_sequences_are_as_long_as_model_and_cache_allow(more: list[str], longest: int, why: str, llama: Path) -> None:
@@ -267,6 +271,7 @@ def test_a_pipe_is_no_file(option: str, tmp_path: Path) -> None:
     assert problem.endswith("which is no file: check the path")
 
 
+@pytest.mark.aside
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -335,7 +340,7 @@ def test_adapters_are_looked_at(tmp_path: Path) -> None:
     assert ["--lora-adapters: tgi is the model's own name: write NAME=ID with another one"] == named
     few = [*argv, "--adapter-memory", "0.001"]
     weights.write_bytes(contents("a", 3_000_000))
-    assert "the adapter alice has 3.0 MB, and adapter_memory has room for what" in check(few).problems[0]
+    assert "the adapter alice has 3.0 MB, and --adapter-memory has room for what" in check(few).problems[0]
     assert [] == check([*few, "--num-shard", "2"]).problems == check([*few, "--pipeline-parallel", "2"]).problems
     (folder / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     assert "is of an adapter of type 'IA3': only LORA is served" in check(argv).problems[0]
@@ -472,7 +477,7 @@ def test_what_the_hub_was_not_asked_is_said(tmp_path: Path) -> None:
     (problem,) = check([], cached(tmp_path / "1", LLAMA) | offline).problems
     assert "has no weights" in problem
     found = check([], {"MODEL_ID": "someone/else", "HUGGINGFACE_HUB_CACHE": str(tmp_path / "2")} | offline)
-    assert ["HF_HUB_OFFLINE is set"] == re.findall(r"\((.*?)\)", found.problems[0])
+    assert found.problems[0].endswith("cannot be downloaded: HF_HUB_OFFLINE is set: check the name, or unset it")
     assert ["the model: its shards, memory and longest sequence"] == found.unchecked
 
 

@@ -150,7 +150,7 @@ def test_limits_of_what_transformers_runs_are_those_of_its_config(tmp_path: Path
     words = ["--model-id", str(tmp_path), "--random-weights"]
     assert ("512", "the model's longest sequence") == row(check(words), "max_total_tokens")
     (problem,) = check([*words, "--max-total-tokens", "513"]).problems
-    assert problem.startswith("max_total_tokens is 513 but the model's longest sequence is 512 tokens")
+    assert problem.startswith("--max-total-tokens is 513 but the model's longest sequence is 512 tokens")
 
 
 def test_an_encoder_has_blocks_of_its_own(tmp_path: Path) -> None:

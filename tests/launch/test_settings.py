@@ -22,17 +22,17 @@ from tests.running import ROOT
 ORIGINS = "give * or origins as browsers send them, without a path, such as https://example.org"
 METHODS = "auto, ngram, suffix, draft, medusa, eagle3, mtp"
 NO_MODEL = (
-    "speculative_method is eagle3 but there is no speculative_model: name the model that proposes tokens, or leave "
-    "speculative_method out"
+    "--speculative-method is eagle3 but there is no --speculative-model: name the model that proposes tokens, or leave "
+    "--speculative-method out"
 )
 TWO_SOURCES = (
-    "speculative_model is m but speculative_method is mtp, whose guesses come from layers of the served model: leave "
-    "one of them out"
+    "--speculative-model is m but --speculative-method is mtp, whose guesses come from layers of the served model: "
+    "leave one of them out"
 )
-NOT_USED = "speculate is 0, so nothing could use speculative_model: raise it, or leave one of them out"
+NOT_USED = "--speculate is 0, so nothing could use --speculative-model: raise it, or leave one of them out"
 NO_FOLDER = (
-    "allow_adapter_changes is set but there is no adapter_dir, below which all must lie that is loaded: give the "
-    "folder, or leave allow_adapter_changes out"
+    "--allow-adapter-changes is set but there is no --adapter-dir, below which all must lie that is loaded: give the "
+    "folder, or leave --allow-adapter-changes out"
 )
 NO_ADAPTER = "is neither ID nor NAME=ID, of which a repository may have @REVISION behind it"
 SHARES = "give a share such as 40%, or a size such as 6GB, 500MB or 5.5GiB"
@@ -159,8 +159,8 @@ def test_setting_and_alias_together_are_refused() -> None:
         (
             ["--prefill-chunk", "512"],
             {"MAX_INTER_TOKEN_MS": "100"},
-            "max_inter_token_ms is 100 but prefill_chunk is 512, a fixed size, and only one that is chosen can keep "
-            "to it: leave one of them out, or set prefill_chunk to auto",
+            "--max-inter-token-ms is 100 but --prefill-chunk is 512, a fixed size, and only one that is chosen can "
+            "keep to it: leave one of them out, or set --prefill-chunk to auto",
         ),
         (["--waiting-served-ratio", "nan"], {}, "--waiting-served-ratio is nan: give a finite number"),
         (["--watermark-delta", "inf"], {}, "--watermark-delta is inf: give a finite number"),
@@ -229,7 +229,7 @@ def test_wrong_value_is_refused_with_its_remedy(argv: list[str], environ: dict[s
         (["--port"], "--port/-p: expected one argument"),
         (
             ["--max-input-length", "10", "--max-total-tokens", "10"],
-            "max_input_length is 10 but must be less than max_total_tokens, 10",
+            "--max-input-length is 10 but must be less than --max-total-tokens, 10",
         ),
         (
             ["--prefix-cache-disk-gb", "1"],

@@ -178,7 +178,7 @@ async def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
+        ({"max_total_tokens": 5000}, "--max-total-tokens is 5000 but the KV cache that fits into memory is 4096"),
         ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
     ],
 )

@@ -358,5 +358,5 @@ def test_more_shards_than_gpus() -> None:
 
 def test_a_kv_cache_that_does_not_fit() -> None:
     last = refusal("--port", "0", "--device", "cpu", "--max-batch-total-tokens", "2000000000")
-    assert "max_batch_total_tokens is 2000000000" in last
+    assert "--max-batch-total-tokens is 2000000000" in last
     assert "use --max-batch-total-tokens" in last

@@ -211,7 +211,7 @@ def test_a_trace_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         ((*H200, "--trace", "t", "--concurrency", "1"), "--trace brings its own requests: leave out --concurrency"),
         ((*H200, "--compare", "/nowhere"), "cannot read /nowhere"),
         ((*H200, "--compare", "c", "--sweep", "replicas=1,2"), "--compare is about one server: leave out --sweep"),
-        ((*H200, "--max-batch-total-tokens", "50"), "max_total_tokens is 200 but max_batch_total_tokens is 50"),
+        ((*H200, "--max-batch-total-tokens", "50"), "--max-total-tokens is 200 but --max-batch-total-tokens is 50"),
         ((*H200, "--sweep", "replicas=1", "--sweep", "replicas=2"), "--sweep names a setting twice"),
     ],
 )

@@ -290,7 +290,7 @@ async def test_nobody_changes_adapters_unless_the_operator_allows_it(tmp_path: P
             assert 401 == (await it.http.post(path, json=body)).status_code
             for key in ("user", "lone"):
                 status, sentence = error_of(await it.http.post(path, json=body, headers=bearer(key)))
-                assert 403 == status and "a key that has `admin` in api_keys_file" in sentence
+                assert 403 == status and "a key that has `admin` in --api-keys-file" in sentence
         assert 200 == (await it.http.post(LOAD, json=body, headers=bearer("boss"))).status_code
         assert 200 == (await it.http.post(UNLOAD, json=body, headers=bearer("boss"))).status_code
     async with adapting(tmp_path) as (it, _):

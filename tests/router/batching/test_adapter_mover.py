@@ -166,7 +166,7 @@ async def test_one_that_is_larger_than_the_budget_is_refused_with_both_and_a_rem
         other = request_of(4, 5, adapter=adapter_of(1))
         assert tokens_alone(other) == await token_ids_of(at_work.batcher.submit(other))
     assert isinstance(failed, Failed)
-    assert "it takes 3 GB of a device, and adapter_memory is 2 GB: raise adapter_memory" in str(failed.error)
+    assert "it takes 3 GB of a device, and --adapter-memory is 2 GB: raise --adapter-memory" in str(failed.error)
     assert {adapter_of(1).key} == {*shards.prepared}
 
 

@@ -292,7 +292,7 @@ async def test_what_cannot_be_served_is_a_sentence(home: Path) -> None:
     for number in range(adapter_files.MOST_FILES):
         (many / str(number)).touch()
     for name, sentence in {
-        "large": "the adapter large has 10,000.0 MB, and adapter_memory has room for what 1.0 MB of files take at most",
+        "large": "the adapter large has 10,000.0 MB, and --adapter-memory has room for what 1.0 MB of files take",
         "old": "the adapter old has weights in *.bin, which are not read while the server runs",
         "empty": "the adapter empty has no *.safetensors",
         "pipe": "the adapter pipe has a adapter_model.safetensors that is no regular file",

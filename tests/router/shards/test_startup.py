@@ -45,7 +45,7 @@ def test_gaps_follow_a_short_model_and_a_small_cache() -> None:
 def test_long_prompts_asked_for_make_room_for_themselves_and_an_answer() -> None:
     lengths = derive_lengths(make_config(max_input_length=4000), max_positions=0, has_encoder=False)
     assert (lengths.max_input_length, lengths.max_total_tokens) == (4000, 5024)
-    assert "max_input_length and 1024" == lengths.reasons["max_total_tokens"]
+    assert "--max-input-length and 1024" == lengths.reasons["max_total_tokens"]
     short = derive_lengths(make_config(max_input_length=4000), max_positions=4096, has_encoder=False)
     assert (short.max_input_length, short.max_total_tokens) == (4000, 4096)
 
@@ -53,8 +53,12 @@ def test_long_prompts_asked_for_make_room_for_themselves_and_an_answer() -> None
 @pytest.mark.parametrize(
     ("fields", "max_positions", "sentence"),
     [
-        ({"max_total_tokens": 4096}, 2048, "max_total_tokens is 4096 but the model's longest sequence is 2048 tokens"),
-        ({"max_input_length": 2048}, 2048, "max_input_length is 2048 but must be less than max_total_tokens, 2048"),
+        (
+            {"max_total_tokens": 4096},
+            2048,
+            "--max-total-tokens is 4096 but the model's longest sequence is 2048 tokens",
+        ),
+        ({"max_input_length": 2048}, 2048, "--max-input-length is 2048 but must be less than --max-total-tokens, 2048"),
     ],
 )
 def test_contradictions_are_refused_with_value_bound_and_remedy(
@@ -79,14 +83,16 @@ def test_steps_that_nobody_asked_for_take_about_a_second(step: float, token: flo
 
 
 def test_explicit_length_that_does_not_fit_the_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_total_tokens is 3000 but the KV cache that fits into memory is 1600"):
+    with pytest.raises(ValueError, match="--max-total-tokens is 3000 but the KV cache that fits into memory is 1600"):
         limits_of(make_config(max_total_tokens=3000), max_batch_total_tokens=1600)
 
 
 def test_prompts_of_an_encoder_fit_into_one_step() -> None:
     lengths = derive_lengths(make_config(max_batch_prefill_tokens=100), 0, has_encoder=True)
     assert (lengths.max_input_length, lengths.max_total_tokens) == (100, 4096)
-    with pytest.raises(ValueError, match=r"max_input_length is 200 but max_batch_prefill_tokens is 100, .* to 100 or"):
+    with pytest.raises(
+        ValueError, match=r"--max-input-length is 200 but --max-batch-prefill-tokens is 100, .* to 100 or"
+    ):
         derive_lengths(make_config(max_batch_prefill_tokens=100, max_input_length=200), 0, has_encoder=True)
 
 
@@ -174,7 +180,7 @@ def test_table_names_limits_and_where_they_came_from() -> None:
     text = table(config, asyncio.run(start(config, FakeShardedClient())), "http://127.0.0.1:3000")
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert lines["max_total_tokens"].split()[1:] == ["500", "flag"]
-    assert lines["max_input_length"].split()[1:] == "499 max_total_tokens less one".split()
+    assert lines["max_input_length"].split()[1:] == "499 --max-total-tokens less one".split()
     assert lines["address"].endswith("http://127.0.0.1:3000")
 
 

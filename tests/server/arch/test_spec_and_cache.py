@@ -70,7 +70,7 @@ def test_the_cache_takes_what_fits_but_no_more_than_can_be_used() -> None:
 
 
 def test_a_wish_that_does_not_fit_is_refused_with_what_does() -> None:
-    with pytest.raises(ValueError, match=r"max_batch_total_tokens is 161.*use --max-batch-total-tokens 160 or less"):
+    with pytest.raises(ValueError, match=r"--max-batch-total-tokens is 161.*use --max-batch-total-tokens 160 or less"):
         choose_tokens(wanted=161, useful=100, free_bytes=1700, bytes_per_token=10)
     with pytest.raises(ValueError, match="no memory is left for a KV cache"):
         choose_tokens(wanted=0, useful=100, free_bytes=-5, bytes_per_token=10)
