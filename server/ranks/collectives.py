@@ -208,21 +208,22 @@ def connect(
     if world_size > 1:
         _collective(lambda: _join(rank, world_size, rendezvous, None if is_gloo else device))
     shard = Shard(rank, world_size, num_local=num_local)
+    tell = log.info if rank == 0 else log.debug  # what is the same on all ranks
     if world_size > 1 and is_gloo:
         shard.barrier()  # all are connected to all
         refuse_connections()
     if world_size > 1 and queue is not None:
-        log.info("All sums over the ranks go through the memory of the host, which is slow")
+        tell("All sums over the ranks go through the memory of the host, which is slow")
         return replace(shard, collectives=HostCollectives(shard.collectives, queue, world_size))
     if world_size == 1 or all_reduce in ("nccl", "host") or (all_reduce == "auto" and device.type != "cuda"):
         return shard
     sums = _join_symmetric(shard, device)
     if isinstance(sums, SymmetricSum):
-        log.info("Small sums over the ranks go through symmetric memory")
+        tell("Small sums over the ranks go through symmetric memory")
         return replace(shard, small_sums=sums)
     if all_reduce == "symmetric":
         raise ValueError(f"--all-reduce is symmetric, which is not possible ({sums}): use --all-reduce auto")
-    log.info("All sums over the ranks go through NCCL, none through symmetric memory: %s", sums)
+    tell("All sums over the ranks go through NCCL, none through symmetric memory: %s", sums)
     return shard
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -10,14 +12,16 @@ from typing import Any
 
 import httpx2
 import pytest
+import torch
 
 from benchmark.cost import shapes
 from tests.combinations import by_turns
 from tests.gpu.selection import NEEDS_GPU, first
-from tests.running import PATIENCE_S, Server
+from tests.running import PATIENCE_S, Server, body, events_of
 from tests.server.model.test_real_shapes import EXPECTED, Published
 
 pytestmark = NEEDS_GPU
+ON_GPU = ("--device", "cuda", "--dtype", "bfloat16", "--cuda-memory-fraction", "0.3")
 CAPTURED, *OTHERS = ("", "--cuda-graphs 0", "--quantize int8 --cuda-graphs 0", "--speculate 3 --kv-cache-dtype int8")
 SETTINGS = (
     "",
@@ -68,10 +72,38 @@ def test_every_real_shape_is_served(name: str, flags: str, tmp_path: Path) -> No
     check("--model-id", str(tmp_path), "--random-weights", *flags.split())
 
 
+@pytest.mark.parametrize(("gpus", "flags"), [(2, "--num-shard 2"), (4, "--num-shard 2 --pipeline-parallel 2")])
+def test_a_stream_outlives_a_shard_on_a_gpu_of_its_own(gpus: int, flags: str) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    with Server(*ON_GPU, *flags.split(), ready_within=2 * PATIENCE_S) as server:
+        expected = stream(server)
+        found = stream(server, lambda: os.kill(server.shards()[-1], signal.SIGKILL))
+        server.stop()
+        _, log = server.wait()
+    assert found == expected
+    assert "recovered in" in log
+
+
+def stream(server: Server, disturb: Callable[[], None] = lambda: None) -> list[int]:
+    """The tokens of a stream that is disturbed behind its tenth."""
+    request = body(" ".join(WORDS), max_new_tokens=60)
+    ids: list[int] = []
+    with httpx2.stream("POST", f"{server.url}/generate_stream", json=request, timeout=PATIENCE_S) as answer:
+        for line in filter(None, answer.iter_lines()):
+            (event,) = events_of([line])
+            ids.append(event["token"]["id"])
+            if len(ids) == 10:
+                disturb()
+    return ids
+
+
 def check(*flags: str) -> None:
     """Start a server, which compiles kernels, and send it requests, for which it does not."""
-    on_gpu = ("--device", "cuda", "--dtype", "bfloat16", "--cuda-memory-fraction", "0.3", "--log-level", "debug")
-    with Server(*on_gpu, *flags, ready_within=2 * PATIENCE_S) as server, ThreadPoolExecutor(18) as threads:
+    with (
+        Server(*ON_GPU, "--log-level", "debug", *flags, ready_within=2 * PATIENCE_S) as server,
+        ThreadPoolExecutor(18) as threads,
+    ):
         assert any("compiled the kernel" in line for line in server.lines)
         alone, together = list(requests()), list(requests())
         ask = partial(httpx2.post, f"{server.url}/generate", timeout=PATIENCE_S)

@@ -15,7 +15,9 @@ LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")  # by which torch and Triton l
 # What the launcher asks nvidia-smi: a list of GPUs, and clocks.
 SMI = """#!/bin/sh
 case "$*" in
-*-L*) echo "GPU 0: NVIDIA H200 (UUID: GPU-00000000-0000-0000-0000-000000000000)" ;;
+*-L*) for i in $(seq 0 $((${HOLLOW_GPUS:-1} - 1))); do
+    echo "GPU $i: NVIDIA H200 (UUID: GPU-0000000$i-0000-0000-0000-000000000000)"
+done ;;
 *query-gpu*) echo "1980, 1980, 3201, 3201, 300.00, 700.00, 40" ;;
 *) echo "a hollow GPU" ;;
 esac
@@ -27,7 +29,8 @@ TARGETS = "".join(f"#define NV_{name}(...)\n" for name in ("IF_ELSE_TARGET", "IF
 def build() -> None:
     """Compile the driver with the headers that torch and Triton bring."""
     site = Path(sysconfig.get_path("purelib"))
-    headers = [BUILT / "include", *sorted(site.glob("nvidia/cu*/include")), site / "triton/backends/nvidia/include"]
+    of_torch = [folder for name in ("cu*", "nccl") for folder in sorted(site.glob(f"nvidia/{name}/include"))]
+    headers = [BUILT / "include", *of_torch, site / "triton/backends/nvidia/include"]
     for folder in ("bin", "include/nv"):
         (BUILT / folder).mkdir(parents=True, exist_ok=True)
     (BUILT / "include" / "nv" / "target").write_text(TARGETS)
@@ -36,7 +39,7 @@ def build() -> None:
     smi.chmod(0o755)
     library = BUILT / LIBRARIES[0]
     compiler = ("g++", "-O1", "-fPIC", "-shared", "-std=c++17", "-w", *(f"-I{folder}" for folder in headers))
-    subprocess.run([*compiler, "-o", str(library), str(HERE / "driver.cpp"), "-ldl"], check=True)
+    subprocess.run([*compiler, "-o", str(library), *map(str, sorted(HERE.glob("*.cpp"))), "-ldl"], check=True)
     for name in LIBRARIES[1:]:
         (BUILT / name).unlink(missing_ok=True)
         (BUILT / name).symlink_to(library)

@@ -3,9 +3,10 @@
 // Device memory is the host's, never touched until something is copied to it. A kernel that is launched is checked for
 // the limits of its launch, and does nothing; what is copied from the device is zeros. Copies, host functions and graphs
 // are carried out at once, in the order in which they are asked for. What CUDA refuses while a stream is captured is
-// refused here as well, with its codes, and told on stderr; so is a copy that leaves what was allocated.
+// refused here as well, with its codes, and told on stderr; so is a copy that leaves what was allocated, and work on a
+// stream of another device. There are HOLLOW_GPUS devices, one without it; `nccl.cpp` ties processes on them together.
 //
-// Left out: streams that run beside each other, more than one device, memory shared between processes, NCCL.
+// Left out: streams that run beside each other.
 
 #include <cublasLt.h>
 #include <cublas_api.h>
@@ -13,42 +14,55 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <execinfo.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
-#define API extern "C" __attribute__((visibility("default")))
+#include "hollow.h"
+
 #define LOCK std::lock_guard<std::recursive_mutex> lock(everything)
 #define REFUSE(code, why) return refused(code, __func__, why)
 
-typedef cudaError_t Error;
 typedef unsigned long long Id;
 
 static const size_t TOTAL = 150754820096;          // bytes of an H200
 static const size_t CONTEXT = size_t(500) << 20;   // bytes that CUDA takes itself
 static const size_t MOST_SHARED = 232448;          // bytes of a block
 static const int VERSION = 13000;                  // of CUDA
+static const int MOST_DEVICES = 16;
 
 static std::recursive_mutex everything;
 static thread_local Error latest = cudaSuccess;
+static thread_local int current = 0;  // device
 
-static Error refused(Error code, const char *function, const char *why) {
+static int count_devices() {
+    static const char *given = getenv("HOLLOW_GPUS");
+    static int count = given ? atoi(given) : 1;
+    return count < MOST_DEVICES ? count : MOST_DEVICES;
+}
+
+int current_device() { return current; }
+
+static void trace() {
+    void *frames[40];
+    if (getenv("HOLLOW_TRACE")) backtrace_symbols_fd(frames, backtrace(frames, 40), 2);
+}
+
+Error refused(Error code, const char *function, const char *why) {
     latest = code;
     fprintf(stderr, "hollow GPU: %s: %s\n", function, why);
-    if (getenv("HOLLOW_TRACE")) {
-        void *frames[40];
-        backtrace_symbols_fd(frames, backtrace(frames, 40), 2);
-    }
+    trace();
     return code;
 }
 
@@ -57,10 +71,11 @@ static Error refused(Error code, const char *function, const char *why) {
 struct Allocation {
     size_t size;
     bool is_pinned;  // host memory, which a copy need not wait for
+    int device;
 };
 
 static std::map<uintptr_t, Allocation> allocations;
-static size_t taken = 0;
+static size_t taken[MOST_DEVICES];  // of each device
 
 static const Allocation *find(const void *place) {
     LOCK;
@@ -80,11 +95,27 @@ static void *untouched(size_t size, int access) {
     return place == MAP_FAILED ? nullptr : place;
 }
 
-static bool has_room(size_t size) { return taken + size + CONTEXT + (size_t(100) << 20) <= TOTAL; }
+static bool has_room(size_t size) { return taken[current] + size + CONTEXT + (size_t(100) << 20) <= TOTAL; }
+
+// What the host brought to the device last, in a few bytes, and what a collective made of that: until a kernel is launched.
+struct Region {
+    uintptr_t place = 0;
+    size_t size = 0;
+
+    bool has(const void *other, size_t length) const {
+        return uintptr_t(other) >= place && uintptr_t(other) + length <= place + size;
+    }
+};
+static thread_local Region brought, known;
+
+bool was_brought(const void *place, size_t size) { return brought.has(place, size); }
+void know(const void *place, size_t size) { known = {uintptr_t(place), size}; }
 
 static void copy(void *to, const void *from, size_t size) {
-    if (on_device(from) && !on_device(to)) memset(to, 0, size);  // nothing was computed
+    bool is_from = on_device(from), is_to = on_device(to);
+    if (is_from && !is_to && !known.has(from, size)) memset(to, 0, size);  // nothing was computed
     else if (size) memmove(to, from, size);
+    if (is_to && !is_from && size <= MOST_KNOWN) brought = {uintptr_t(to), size};
 }
 
 static void fill(void *place, int value, size_t size) {
@@ -122,30 +153,45 @@ struct Capture {
 };
 
 struct Stream {
+    int device = current;
     Capture *capture = nullptr;
     bool is_ahead = false;  // of what events say of it
 };
 
 struct Event {
+    int device = current;
     bool is_recorded = false, has_time = true;
     timespec time;
     Id capture = 0;
 };
 
 static std::map<Id, Capture *> captures;
-static Stream legacy;
+static Stream legacies[MOST_DEVICES];
 static thread_local int mode = cudaStreamCaptureModeGlobal;
 static pid_t process = 0;  // that opened the device
 
 static Stream *named(cudaStream_t stream) {
     bool is_legacy = !stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
-    return is_legacy ? &legacy : (Stream *)stream;
+    if (!is_legacy) return (Stream *)stream;
+    legacies[current].device = current;
+    return &legacies[current];
 }
+
+static bool is_legacy(const Stream *stream) { return stream >= legacies && stream < legacies + MOST_DEVICES; }
 
 static Error open() {
     if (!process) process = getpid();
     if (process != getpid()) return refused(cudaErrorInitializationError, "open", "CUDA was opened before a fork");
     return cudaSuccess;
+}
+
+// Each device whose work a process does takes CONTEXT there: ranks of a server have one each.
+static void use() {
+    static std::set<int> used;
+    LOCK;
+    if (!used.insert(current).second || used.size() == 1) return;
+    fprintf(stderr, "hollow GPU: process %d uses device %d too, of %zu\n", getpid(), current, used.size());
+    trace();
 }
 
 // For what CUDA refuses while another stream is captured, unless its mode or this thread's allows it.
@@ -164,22 +210,27 @@ static Error outside_captures(const char *function) {
 }
 
 // Put work on a stream: it is done at once, or noted in the graph.
-static Error put(cudaStream_t stream, const char *function, std::function<void()> work, bool is_kernel = false) {
-    LOCK;
+Error put(cudaStream_t stream, const char *function, std::function<void()> work, bool is_kernel) {
     Stream *on = named(stream);
-    if (on == &legacy && !captures.empty()) {
-        captures.begin()->second->is_invalid = true;
-        return refused(cudaErrorStreamCaptureImplicit, function, "is on the legacy stream while another is captured");
+    use();
+    {
+        LOCK;
+        if (is_legacy(on) && !captures.empty()) {
+            captures.begin()->second->is_invalid = true;
+            return refused(cudaErrorStreamCaptureImplicit, function, "is on the legacy stream while another is captured");
+        }
+        if (is_kernel && on->device != current)
+            return refused(cudaErrorInvalidResourceHandle, function, "is launched on a stream of another device");
+        if (on->capture && on->capture->is_invalid)
+            return refused(cudaErrorStreamCaptureInvalidated, function, "is in a capture that has failed");
+        if (on->capture) {
+            on->is_ahead = true;
+            on->capture->graph->num_kernels += is_kernel;
+            if (work) on->capture->graph->work.push_back(work);
+            return cudaSuccess;
+        }
     }
-    if (!on->capture) {
-        if (work) work();
-        return cudaSuccess;
-    }
-    if (on->capture->is_invalid)
-        return refused(cudaErrorStreamCaptureInvalidated, function, "is in a capture that has failed");
-    on->is_ahead = true;
-    on->capture->graph->num_kernels += is_kernel;
-    if (work) on->capture->graph->work.push_back(work);
+    if (work) work();  // which may wait for other processes
     return cudaSuccess;
 }
 
@@ -212,7 +263,7 @@ API Error cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *st
     *status = !capture              ? cudaStreamCaptureStatusNone
               : capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                     : cudaStreamCaptureStatusActive;
-    if (named(stream) == &legacy && !captures.empty())
+    if (is_legacy(named(stream)) && !captures.empty())
         REFUSE(cudaErrorStreamCaptureImplicit, "asks for the legacy stream while another is captured");
     return cudaSuccess;
 }
@@ -236,7 +287,7 @@ API Error cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode how)
     LOCK;
     static Id latest_id = 0;
     Stream *origin = named(stream);
-    if (origin == &legacy) REFUSE(cudaErrorStreamCaptureUnsupported, "the legacy stream is never captured");
+    if (is_legacy(origin)) REFUSE(cudaErrorStreamCaptureUnsupported, "the legacy stream is never captured");
     if (origin->capture) REFUSE(cudaErrorIllegalState, "the stream is captured already");
     origin->capture = new Capture{++latest_id, stream, how, gettid()};
     origin->capture->streams.insert(origin);
@@ -296,6 +347,7 @@ API Error cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     LOCK;
     auto recorded = (Event *)event;
     auto on = named(stream);
+    if (on->device != recorded->device) REFUSE(cudaErrorInvalidResourceHandle, "records an event of another device");
     recorded->is_recorded = true;
     recorded->capture = on->capture ? on->capture->id : 0;
     on->is_ahead = false;
@@ -334,7 +386,7 @@ API Error cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) 
         on->capture->is_invalid = true;
         REFUSE(cudaErrorStreamCaptureIsolation, "a captured stream waits for an event from outside");
     }
-    if (on == &legacy || (on->capture && on->capture != of)) {
+    if (is_legacy(on) || (on->capture && on->capture != of)) {
         of->is_invalid = true;
         REFUSE(cudaErrorStreamCaptureMerge, "a stream that is not of a capture waits for an event that is");
     }
@@ -357,9 +409,10 @@ API Error cudaMalloc(void **place, size_t size) {
     LOCK;
     if (Error code = outside_captures(__func__)) return code;
     if (!has_room(size)) return latest = cudaErrorMemoryAllocation;
+    use();
     *place = untouched(size, PROT_READ | PROT_WRITE);
-    allocations[uintptr_t(*place)] = {size ? size : 1, false};
-    taken += size;
+    allocations[uintptr_t(*place)] = {size ? size : 1, false, current};
+    taken[current] += size;
     return cudaSuccess;
 }
 API Error cudaHostAlloc(void **place, size_t size, unsigned) {
@@ -375,7 +428,7 @@ API Error cudaFree(void *place) {
     if (Error code = outside_captures(__func__)) return code;
     auto found = allocations.find(uintptr_t(place));
     if (found == allocations.end()) REFUSE(cudaErrorInvalidValue, "frees what was not allocated");
-    taken -= found->second.is_pinned ? 0 : found->second.size;
+    taken[found->second.device] -= found->second.is_pinned ? 0 : found->second.size;
     munmap(place, found->second.size);
     allocations.erase(found);
     return cudaSuccess;
@@ -391,7 +444,7 @@ API Error cudaHostUnregister(void *place) {
     return allocations.erase(uintptr_t(place)), cudaSuccess;
 }
 API Error cudaMemGetInfo(size_t *free, size_t *total) {
-    return *total = TOTAL, *free = TOTAL - CONTEXT - taken, cudaSuccess;
+    return *total = TOTAL, *free = TOTAL - CONTEXT - taken[current], cudaSuccess;
 }
 
 API Error cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
@@ -436,7 +489,7 @@ API Error cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void
     attributes->device = -2;
     attributes->type = cudaMemoryTypeUnregistered;
     if (auto found = find(place)) {
-        attributes->device = 0;
+        attributes->device = found->device;
         attributes->type = found->is_pinned ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
         attributes->devicePointer = (void *)place;
         attributes->hostPointer = found->is_pinned ? (void *)place : nullptr;
@@ -462,14 +515,17 @@ static int attribute(int which) {
         {cudaDevAttrUnifiedAddressing, 1}, {cudaDevAttrCanMapHostMemory, 1}, {cudaDevAttrCooperativeLaunch, 1},
         {cudaDevAttrMemoryPoolsSupported, 1}, {cudaDevAttrManagedMemory, 1}, {cudaDevAttrStreamPrioritiesSupported, 1},
         {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
+        {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1},
     };
     auto found = values.find(which);
     return found == values.end() ? 0 : found->second;
 }
 
 API Error cudaGetDeviceProperties(cudaDeviceProp *of, int device) {
-    if (device) REFUSE(cudaErrorInvalidDevice, "there is one device");
+    if (device < 0 || device >= count_devices()) REFUSE(cudaErrorInvalidDevice, "there is no such device");
     *of = {};
+    of->uuid.bytes[0] = char(device);
+    of->pciBusID = 10 + device;
     strcpy(of->name, "NVIDIA H200 (hollow)");
     of->totalGlobalMem = TOTAL;
     of->major = 9;
@@ -496,16 +552,20 @@ API Error cudaGetDeviceProperties(cudaDeviceProp *of, int device) {
     return cudaSuccess;
 }
 API Error cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int) { return *value = attribute(which), cudaSuccess; }
-API Error cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
-API Error cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
+API Error cudaGetDeviceCount(int *count) { return *count = count_devices(), cudaSuccess; }
+API Error cudaGetDevice(int *device) { return *device = current, cudaSuccess; }
 API Error cudaSetDevice(int device) {
-    if (device) REFUSE(cudaErrorInvalidDevice, "there is one device");
+    if (device < 0 || device >= count_devices()) REFUSE(cudaErrorInvalidDevice, "there is no such device");
+    current = device;
     return open();
 }
 API Error cudaDriverGetVersion(int *version) { return *version = VERSION, cudaSuccess; }
 API Error cudaRuntimeGetVersion(int *version) { return *version = VERSION, cudaSuccess; }
-API Error cudaDeviceCanAccessPeer(int *can, int, int) { return *can = 0, cudaSuccess; }
-API Error cudaDeviceGetPCIBusId(char *text, int size, int) { return snprintf(text, size, "0000:0a:00.0"), cudaSuccess; }
+API Error cudaDeviceCanAccessPeer(int *can, int device, int peer) { return *can = device != peer, cudaSuccess; }
+API Error cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+API Error cudaDeviceGetPCIBusId(char *text, int size, int device) {
+    return snprintf(text, size, "0000:%02x:00.0", 10 + device), cudaSuccess;
+}
 API Error cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     if (least) *least = 0;
     if (greatest) *greatest = -5;
@@ -529,6 +589,7 @@ API Error cudaProfilerStop() { return cudaSuccess; }
 // ------------------------------------------------------------------------------------------------------------- kernels
 
 static Error launch(const char *name, dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+    brought = known = {};
     bool is_possible = grid.x && grid.y && grid.z && grid.x <= 2147483647u && grid.y <= 65535 && grid.z <= 65535 &&
                        block.x && block.x * block.y * block.z <= 1024 && shared <= MOST_SHARED;
     if (is_possible) return put(stream, name, nullptr, true);
@@ -599,17 +660,28 @@ static CUresult as_driver(Error code) { return CUresult(code); }  // codes of wh
 
 API CUresult cuInit(unsigned) { return as_driver(open()); }
 API CUresult cuDeviceGet(CUdevice *device, int number) { return *device = number, CUDA_SUCCESS; }
-API CUresult cuDeviceGetCount(int *count) { return *count = 1, CUDA_SUCCESS; }
+API CUresult cuDeviceGetCount(int *count) { return *count = count_devices(), CUDA_SUCCESS; }
 API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice) {
     return *value = attribute(which), CUDA_SUCCESS;
 }
-API CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)&legacy, CUDA_SUCCESS; }
-API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
-API CUresult cuCtxPushCurrent_v2(CUcontext) { return CUDA_SUCCESS; }
-API CUresult cuCtxPopCurrent_v2(CUcontext *context) { return context ? cuCtxGetCurrent(context) : CUDA_SUCCESS; }
+// A context is its device's legacy stream.
+static thread_local std::vector<int> earlier;  // current devices
+API CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)&legacies[current], CUDA_SUCCESS; }
+API CUresult cuCtxSetCurrent(CUcontext context) {
+    if (context) current = (Stream *)context - legacies;
+    return CUDA_SUCCESS;
+}
+API CUresult cuCtxPushCurrent_v2(CUcontext context) { return earlier.push_back(current), cuCtxSetCurrent(context); }
+API CUresult cuCtxPopCurrent_v2(CUcontext *context) {
+    if (context) cuCtxGetCurrent(context);
+    if (!earlier.empty()) current = earlier.back(), earlier.pop_back();
+    return CUDA_SUCCESS;
+}
 API CUresult cuCtxGetLimit(size_t *value, CUlimit) { return *value = 1024, CUDA_SUCCESS; }
 API CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
-API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice) { return cuCtxGetCurrent(context); }
+API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+    return *context = (CUcontext)&legacies[device], CUDA_SUCCESS;
+}
 API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *is_active) {
     return *flags = 0, *is_active = process == getpid(), CUDA_SUCCESS;
 }
@@ -618,7 +690,7 @@ API CUresult cuGetErrorString(CUresult code, const char **text) {
 }
 API CUresult cuGetErrorName(CUresult code, const char **text) { return cuGetErrorString(code, text); }
 API CUresult cuModuleLoadData(CUmodule *module, const void *) {
-    *module = (CUmodule)&legacy;
+    *module = (CUmodule)&legacies[current];
     return as_driver(outside_captures(__func__));
 }
 API CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
@@ -654,8 +726,18 @@ API CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which, CUdev
     return CUDA_SUCCESS;
 }
 
-// Memory that torch maps into ranges of addresses, for segments that grow.
-static std::map<Id, size_t> pieces;
+// Memory that torch maps into ranges of addresses, for segments that grow; behind a file, other processes map it too.
+struct Piece {
+    size_t size;
+    int device, file;
+};
+static std::map<Id, Piece> pieces;
+
+static Id add_piece(size_t size, int file) {
+    static Id latest_piece = 0;
+    pieces[++latest_piece] = {size, current, file};
+    return latest_piece;
+}
 
 API CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *, CUmemAllocationGranularity_flags) {
     return *size = 2 << 20, CUDA_SUCCESS;
@@ -665,23 +747,43 @@ API CUresult cuMemAddressReserve(CUdeviceptr *place, size_t size, size_t, CUdevi
     return *place ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 API CUresult cuMemAddressFree(CUdeviceptr place, size_t size) { return munmap((void *)place, size), CUDA_SUCCESS; }
-API CUresult cuMemCreate(CUmemGenericAllocationHandle *piece, size_t size, const CUmemAllocationProp *, Id) {
+API CUresult cuMemCreate(CUmemGenericAllocationHandle *piece, size_t size, const CUmemAllocationProp *of, Id) {
     LOCK;
-    static Id latest_piece = 0;
     if (!has_room(size)) return CUDA_ERROR_OUT_OF_MEMORY;
-    pieces[*piece = ++latest_piece] = size;
-    taken += size;
+    bool is_shared = of->requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    int file = is_shared ? memfd_create("hollow", MFD_CLOEXEC) : -1;
+    if (is_shared && ftruncate(file, size)) return CUDA_ERROR_OUT_OF_MEMORY;
+    *piece = add_piece(size, file);
+    taken[current] += size;
     return CUDA_SUCCESS;
+}
+API CUresult cuMemExportToShareableHandle(void *handle, CUmemGenericAllocationHandle piece, CUmemAllocationHandleType, Id) {
+    LOCK;
+    if (pieces[piece].file < 0) return CUDA_ERROR_INVALID_VALUE;
+    return *(int *)handle = fcntl(pieces[piece].file, F_DUPFD_CLOEXEC, 0), CUDA_SUCCESS;
+}
+API CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *piece, void *handle, CUmemAllocationHandleType) {
+    LOCK;
+    struct stat of;
+    int file = fcntl(int(intptr_t(handle)), F_DUPFD_CLOEXEC, 0);
+    if (file < 0 || fstat(file, &of)) return CUDA_ERROR_INVALID_VALUE;
+    return *piece = add_piece(of.st_size, file), CUDA_SUCCESS;
 }
 API CUresult cuMemRelease(CUmemGenericAllocationHandle piece) {
     LOCK;
-    taken -= pieces[piece];
+    auto [size, device, file] = pieces[piece];
+    taken[device] -= size < taken[device] ? size : taken[device];
+    if (file >= 0) close(file);
     return pieces.erase(piece), CUDA_SUCCESS;
 }
-API CUresult cuMemMap(CUdeviceptr place, size_t size, size_t, CUmemGenericAllocationHandle, Id) {
+API CUresult cuMemMap(CUdeviceptr place, size_t size, size_t, CUmemGenericAllocationHandle piece, Id) {
     LOCK;
-    allocations[place] = {size, false};
-    return mprotect((void *)place, size, PROT_READ | PROT_WRITE) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    auto [whole, device, file] = pieces[piece];
+    allocations[place] = {size, false, device};
+    const int access = PROT_READ | PROT_WRITE;
+    if (file < 0) return mprotect((void *)place, size, access) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    bool is_there = mmap((void *)place, size, access, MAP_SHARED | MAP_FIXED, file, 0) != MAP_FAILED;
+    return is_there ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 API CUresult cuMemUnmap(CUdeviceptr place, size_t size) {
     LOCK;
@@ -696,7 +798,7 @@ API CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t
 #define ABSENT(name)                         \
     API CUresult absent_##name() asm(#name); \
     CUresult absent_##name() { return CUDA_ERROR_NOT_SUPPORTED; }
-ABSENT(cuMemExportToShareableHandle) ABSENT(cuMemImportFromShareableHandle) ABSENT(cuMulticastCreate)
+ABSENT(cuMulticastCreate)
 ABSENT(cuMemGetAllocationPropertiesFromHandle) ABSENT(cuMemRetainAllocationHandle) ABSENT(cuMulticastAddDevice)
 ABSENT(cuMulticastBindMem) ABSENT(cuMulticastUnbind) ABSENT(cuGreenCtxCreate) ABSENT(cuGreenCtxDestroy)
 ABSENT(cuGreenCtxStreamCreate) ABSENT(cuCtxFromGreenCtx) ABSENT(cuDevResourceGenerateDesc)
@@ -704,10 +806,11 @@ ABSENT(cuDevSmResourceSplitByCount) ABSENT(cuDeviceGetDevResource)
 ABSENT(cuMemsetD32Async) ABSENT(cuStreamWriteValue32) ABSENT(cuLaunchCooperativeKernel)
 
 // NVML, which torch's allocator asks for processes on the device when it has no more memory.
-ABSENT(nvmlDeviceGetGpuFabricInfoV) ABSENT(nvmlDeviceGetNvLinkRemoteDeviceType)
+ABSENT(nvmlDeviceGetNvLinkRemoteDeviceType)
 ABSENT(nvmlDeviceGetNvLinkRemotePciInfo_v2) ABSENT(nvmlSystemGetCudaDriverVersion_v2)
 API int nvmlInit_v2() { return 0; }
-API int nvmlDeviceGetHandleByPciBusId_v2(const char *, void **device) { return *device = &legacy, 0; }
+API int nvmlDeviceGetGpuFabricInfoV(void *, void *) { return 0; }
+API int nvmlDeviceGetHandleByPciBusId_v2(const char *, void **device) { return *device = &legacies[0], 0; }
 API int nvmlDeviceGetComputeRunningProcesses(void *, unsigned *count, void *) { return *count = 0, 0; }
 
 API Error cudaGetDriverEntryPointByVersion(
@@ -734,6 +837,7 @@ static const Status DONE = CUBLAS_STATUS_SUCCESS;
 static Status multiply(cudaStream_t stream, const char *function, const void *a, const void *b, const void *c) {
     if (!on_device(a) || !on_device(b) || !on_device(c))
         return refused(cudaErrorInvalidValue, function, "a matrix is not on the device"), CUBLAS_STATUS_EXECUTION_FAILED;
+    brought = known = {};
     return put(stream, function, nullptr, true) ? CUBLAS_STATUS_EXECUTION_FAILED : DONE;
 }
 #define OF(handle) ((Library *)handle)
