@@ -24,7 +24,7 @@ from tests.server.conftest import DEMO
 from tests.server.driver import all_logits, load_engine, sampled
 from tests.server.stepping.exact_sampling import distribution, fit
 
-SAMPLES, LENGTH, AT_ONCE = 20_000, 4, 250
+SAMPLES, LENGTH, AT_ONCE = 6_000, 4, 250
 EXPECTED = 30  # an answer that is expected less often is counted together with others that begin like it
 # ".ily was happy. They were very happy. Ben was very happy. They were very much. They were very well. …" and then
 # "They were very": the embedded model goes on with "happy", "much", "well", and mostly with another word.
