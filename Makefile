@@ -149,7 +149,7 @@ hollow-gpu: needs install .venv-hollow/installed
 	touch $@
 
 check: needs install
-	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py tests/test_style.py
+	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q --numprocesses auto tests/test_architecture.py tests/test_style.py
 
 proto: needs install
 	$(RUN) -m grpc_tools.protoc -Iserver/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/generate.proto

@@ -3,8 +3,8 @@ themselves, which CPU kernels compute, and that an end from outside leaves no pr
 
 `--cpu-kernels avx2` runs all tests with the kernels of that kind (`tests/cpu_kernels.py`).
 
-`HYPOTHESIS_PROFILE=large` tries three times as many, as `.ci/run` does. No profile has a deadline: how long an example
-takes says nothing on a busy machine.
+`HYPOTHESIS_PROFILE=large` tries three times as many, as `.ci/run` does in `make test-rest`. No profile has a deadline:
+how long an example takes says nothing on a busy machine.
 
 A test that compares times with a clock is marked `alone`. Such tests come last, and the workers of one run share a lock
 so that no other test runs beside them.

@@ -286,8 +286,14 @@ class FakeCheckpoint(Checkpoint):
 
 @pytest.fixture(autouse=True)
 def whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are read at once: in how many pieces is `test_loading.py`'s matter, and on the meta device only slow."""
+    """Parts are read at once, and codes unpacked: other tests show how, and on the meta device it is only slow."""
     monkeypatch.setattr("server.checkpoint.weights.PIECE_BYTES", 1 << 62)
+    monkeypatch.setattr("server.quantisation.packing._bytes_of", unpacked)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """Codes in as many bytes, without values."""
+    return words.new_empty(*words.shape[:-1], words.shape[-1] * 32 // bits, dtype=torch.uint8)
 
 
 def find(name: str, most_tensors: int = sys.maxsize) -> tuple[Published, Family, ArchSpec]:
