@@ -236,7 +236,8 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
             refused = kept_alive.post("/generate", json=GREEDY)
         for client in clients:
             client.join()
-        code, _ = server.wait()
+        code, log = server.wait()
+    assert log.endswith("launcher: stopped\n")
     assert (503, True) == (refused.status_code, "retry-after" in refused.headers)
     assert [200] * 8 == [answer.status_code for answer in answers]
     assert 0 == code
