@@ -225,7 +225,7 @@ class ShardConfig:
             "captured at its first use, and 0 turns that off.",
             "unit": "requests",
             "check": parse_graph_sizes,
-            "default": "23 sizes up to 256",
+            "default": "31 sizes up to 512, as far as requests may run at once",
             "when": "Fewer sizes leave memory for the KV cache and start sooner; a batch is padded to the next size. "
             "0 to find out whether a graph causes a fault.",
         },
