@@ -138,7 +138,7 @@ gpu-first: needs install pack
 HOLLOW = .venv-hollow/bin/python -m tests.gpu.hollow .venv-hollow/bin/python
 hollow-gpu: needs install .venv-hollow/installed
 	$(HOLLOW) -m pytest -p tests.gpu.hollow.values $(ON_GPU) tests/gpu $(ARGS)
-	HOLLOW_GPUS=4 $(HOLLOW) -m pytest -p tests.gpu.hollow.values $(ON_GPU) tests/gpu/engines -k "nccl or of_its_own"
+	HOLLOW_GPUS=4 $(HOLLOW) -m pytest -p tests.gpu.hollow.values $(ON_GPU) tests/gpu/engines -k "nccl or of_its_own or two_nodes"
 	$(HOLLOW) -m benchmark latency --random-weights bloom-560m --device cuda --dtype bfloat16 -b 1 8 -s 100 -d 20 -r 2
 
 .venv-hollow/installed: pyproject.toml constraints.txt

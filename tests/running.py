@@ -91,7 +91,7 @@ class Server:
         """Process ids of the shards by rank, as soon as every one runs: a lost one is started again meanwhile."""
         wanted = self._number_of("--num-shard") * self._number_of("--pipeline-parallel")
         deadline = time.monotonic() + PATIENCE_S
-        while sorted(found := self._running_shards()) != list(range(wanted)):
+        while sorted(found := self.running_shards()) != list(range(wanted)):
             assert time.monotonic() < deadline, f"of {wanted} shards {sorted(found)} run"
             time.sleep(0.02)
         return [found[rank] for rank in range(wanted)]
@@ -99,7 +99,7 @@ class Server:
     def _number_of(self, flag: str) -> int:
         return int(self.flags[self.flags.index(flag) + 1]) if flag in self.flags else 1
 
-    def _running_shards(self) -> dict[int, int]:
+    def running_shards(self) -> dict[int, int]:
         """Process ids by rank of the shards that run now."""
         found = {}
         for pid in self.children():

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from server.ranks.rendezvous import SCHEME, SocketStore, StoreServer
 from server.ranks.symmetric import SymmetricSum
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 # How long a rank waits for its peers in one collective: far longer than any step, far shorter than a user's patience.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -102,6 +103,9 @@ class Shard:
     small_sums: SymmetricSum | None = field(default=None, compare=False, repr=False)
     num_local: int = 0  # ranks on this machine, of all pipeline stages; 0: those of `world_size`
     collectives: Collectives = field(default_factory=GroupCollectives, compare=False, repr=False)
+    store: SocketStore | None = field(
+        default=None, compare=False, repr=False
+    )  # NCCL asks it as long as there are ranks
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     @property
@@ -205,9 +209,11 @@ def connect(
     interface, so it is used only when the user asks for it.
     """
     is_gloo = device.type == "cpu" or all_reduce == "host"
+    is_spread = rendezvous.startswith(SCHEME)
+    store = None
     if world_size > 1:
-        _collective(lambda: _join(rank, world_size, rendezvous, None if is_gloo else device))
-    shard = Shard(rank, world_size, num_local=num_local)
+        store = _collective(lambda: _join(rank, world_size, rendezvous, None if is_gloo else device))
+    shard = Shard(rank, world_size, num_local=num_local, store=store)
     tell = log.info if rank == 0 else log.debug  # what is the same on all ranks
     if world_size > 1 and is_gloo:
         shard.barrier()  # all are connected to all
@@ -217,7 +223,7 @@ def connect(
         return replace(shard, collectives=HostCollectives(shard.collectives, queue, world_size))
     if world_size == 1 or all_reduce in ("nccl", "host") or (all_reduce == "auto" and device.type != "cuda"):
         return shard
-    sums = _join_symmetric(shard, device)
+    sums = _join_symmetric(shard, device, is_spread=is_spread)
     if isinstance(sums, SymmetricSum):
         tell("Small sums over the ranks go through symmetric memory")
         return replace(shard, small_sums=sums)
@@ -227,16 +233,15 @@ def connect(
     return shard
 
 
-def _join(rank: int, world_size: int, rendezvous: str, gpu: torch.device | None) -> None:
+def _join(rank: int, world_size: int, rendezvous: str, gpu: torch.device | None) -> SocketStore | None:
     """Become one of the process group, over NCCL from this GPU, or over gloo.
 
-    A rank 0 that meets others at its own store answers there.
+    A rank 0 that meets others at its own store answers there. What is returned has to last as long as the group.
     """
     path = rendezvous.removeprefix(SCHEME) if rendezvous.startswith(SCHEME) else None
     server = StoreServer(path) if path is not None and rank == 0 else None
-    place: dict[str, Any] = {"init_method": rendezvous}
-    if path is not None:
-        place = {"store": SocketStore(path, COLLECTIVE_TIMEOUT.total_seconds())}
+    store = SocketStore(path, COLLECTIVE_TIMEOUT.total_seconds()) if path is not None else None
+    place: dict[str, Any] = {"init_method": rendezvous} if store is None else {"store": store}
     dist.init_process_group(
         "gloo" if gpu is None else "nccl",
         **place,
@@ -250,12 +255,13 @@ def _join(rank: int, world_size: int, rendezvous: str, gpu: torch.device | None)
     if server is not None:
         server.close()
     _set_pg_timeout(LOAD_TIMEOUT)
+    return store
 
 
-def _join_symmetric(shard: Shard, device: torch.device) -> SymmetricSum | str:
+def _join_symmetric(shard: Shard, device: torch.device, *, is_spread: bool) -> SymmetricSum | str:
     return symmetric.join(
         TorchMemory(device),
-        _why_not_symmetric(shard, device),
+        "they are on several nodes" if is_spread else _why_not_symmetric(shard, device),
         lambda problem: shard.first_problem(problem, device),
         rank=shard.rank,
         world_size=shard.world_size,
@@ -271,10 +277,11 @@ def _why_not_symmetric(shard: Shard, device: torch.device) -> str | None:
         return "it is untested on AMD GPUs"
     if TorchMemory.one_shot() is None:
         return f"torch {torch.__version__} has no one-shot all-reduce"
-    # Rank r has the GPU of index r. torch ends the process where it is asked to share without such access.
-    peers = [r for r in range(shard.world_size) if r != shard.rank]
-    blind = [r for r in peers if not torch.cuda.can_device_access_peer(device, r)]
-    return f"GPU {shard.rank} cannot read the memory of GPU {blind[0]}" if blind else None
+    # A stage's GPUs follow one another. torch ends the process where it is asked to share without such access.
+    first = device.index - shard.rank
+    peers = [first + rank for rank in range(shard.world_size) if rank != shard.rank]
+    blind = [gpu for gpu in peers if not torch.cuda.can_device_access_peer(device, gpu)]
+    return f"GPU {device.index} cannot read the memory of GPU {blind[0]}" if blind else None
 
 
 class TorchMemory:
@@ -314,10 +321,10 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _collective(call: Callable[[], object]) -> None:
+def _collective(call: Callable[[], Result]) -> Result:
     """Raises PeerLost where another rank is the cause; what failed here, as memory or the device, stays what it is."""
     try:
-        call()
+        return call()
     except RuntimeError as error:
         if _names_a_peer(error):
             raise PeerLost(f"lost contact with another rank: {error}") from error

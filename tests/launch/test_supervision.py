@@ -229,7 +229,7 @@ def test_a_fork_that_dies_before_it_has_started_is_noticed(start: Start, fault: 
     assert sentence in error
 
 
-def test_running_shards_need_no_fork_server(start: Start) -> None:
+def testrunning_shards_need_no_fork_server(start: Start) -> None:
     pid = "import os, sys\nprint('fork server', os.getpid(), 'lives', file=sys.stderr, flush=True)\n"
     process = supervise_forks(start, pid + FORK_SERVER, shard_0=SHARD, router=ROUTER)
     found = re.search(r"fork server (\d+) lives", wait_for(process, "serving", "loaded", "lives"))

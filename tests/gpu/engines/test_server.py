@@ -17,7 +17,8 @@ import torch
 from benchmark.cost import shapes
 from tests.combinations import by_turns
 from tests.gpu.selection import NEEDS_GPU, first
-from tests.running import PATIENCE_S, Server, body, events_of
+from tests.ports import free_port
+from tests.running import PATIENCE_S, Server, body, events_of, kill_group, start_launcher
 from tests.server.model.test_real_shapes import EXPECTED, Published
 
 pytestmark = NEEDS_GPU
@@ -85,9 +86,38 @@ def test_a_stream_outlives_a_shard_on_a_gpu_of_its_own(gpus: int, flags: str) ->
     assert "recovered in" in log
 
 
+@pytest.mark.parametrize("cut", ["--num-shard", "--pipeline-parallel"])
+def test_two_nodes_answer_and_outlive_a_shard(cut: str) -> None:
+    """Of this machine, with a GPU each."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    nodes = (
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        cut,
+        "2",
+        "--trust-network",
+    )
+    other = start_launcher(*ON_GPU, *nodes, "--node-rank", "1", env={"CUDA_VISIBLE_DEVICES": "1"})
+    try:
+        with Server(*ON_GPU, *nodes, "--node-rank", "0", env={"CUDA_VISIBLE_DEVICES": "0"}) as server:
+            expected = stream(server)
+            found = stream(server, lambda: os.kill(server.running_shards()[0], signal.SIGKILL))
+            server.stop()
+            _, log = server.wait()
+    finally:
+        kill_group(other)
+    assert found == expected
+    assert "recovered in" in log
+
+
 def stream(server: Server, disturb: Callable[[], None] = lambda: None) -> list[int]:
-    """The tokens of a stream that is disturbed behind its tenth."""
-    request = body(" ".join(WORDS), max_new_tokens=60)
+    """The tokens of a stream that is disturbed behind its tenth, and long enough for that."""
+    request = body(" ".join(WORDS), max_new_tokens=1500, ignore_eos=True)
     ids: list[int] = []
     with httpx2.stream("POST", f"{server.url}/generate_stream", json=request, timeout=PATIENCE_S) as answer:
         for line in filter(None, answer.iter_lines()):

@@ -46,13 +46,21 @@ static std::recursive_mutex everything;
 static thread_local Error latest = cudaSuccess;
 static thread_local int current = 0;  // device
 
-static int count_devices() {
-    static const char *given = getenv("HOLLOW_GPUS");
-    static int count = given ? atoi(given) : 1;
-    return count < MOST_DEVICES ? count : MOST_DEVICES;
+// The devices of the machine that this process sees, in its order.
+static const std::vector<int> &visible() {
+    static std::vector<int> found;
+    if (!found.empty()) return found;
+    const char *given = getenv("HOLLOW_GPUS"), *chosen = getenv("CUDA_VISIBLE_DEVICES");
+    if (chosen)
+        for (char *end; *chosen; chosen = *end == ',' ? end + 1 : "") found.push_back(strtol(chosen, &end, 10));
+    else
+        for (int device = 0; device < (given ? atoi(given) : 1) && device < MOST_DEVICES; device++) found.push_back(device);
+    return found;
 }
 
-int current_device() { return current; }
+static int count_devices() { return visible().size(); }
+
+int current_device() { return visible()[current]; }
 
 static void trace() {
     void *frames[40];
@@ -524,8 +532,8 @@ static int attribute(int which) {
 API Error cudaGetDeviceProperties(cudaDeviceProp *of, int device) {
     if (device < 0 || device >= count_devices()) REFUSE(cudaErrorInvalidDevice, "there is no such device");
     *of = {};
-    of->uuid.bytes[0] = char(device);
-    of->pciBusID = 10 + device;
+    of->uuid.bytes[0] = char(visible()[device]);
+    of->pciBusID = 10 + visible()[device];
     strcpy(of->name, "NVIDIA H200 (hollow)");
     of->totalGlobalMem = TOTAL;
     of->major = 9;
@@ -564,7 +572,7 @@ API Error cudaRuntimeGetVersion(int *version) { return *version = VERSION, cudaS
 API Error cudaDeviceCanAccessPeer(int *can, int device, int peer) { return *can = device != peer, cudaSuccess; }
 API Error cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 API Error cudaDeviceGetPCIBusId(char *text, int size, int device) {
-    return snprintf(text, size, "0000:%02x:00.0", 10 + device), cudaSuccess;
+    return snprintf(text, size, "0000:%02x:00.0", 10 + visible()[device]), cudaSuccess;
 }
 API Error cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     if (least) *least = 0;

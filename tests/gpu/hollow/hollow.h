@@ -18,7 +18,7 @@ Error refused(Error code, const char *function, const char *why);
 // Put work on a stream: it is done at once, or noted in the graph.
 Error put(cudaStream_t stream, const char *function, std::function<void()> work, bool is_kernel = false);
 
-int current_device();
+int current_device();  // as the machine counts them
 
 // Whether these bytes of the device are what this thread has just brought there.
 bool was_brought(const void *place, size_t size);

@@ -186,7 +186,8 @@ def test_the_setting_decides_and_a_line_says_why(
     has_sums: bool,
     said: str,
 ) -> None:
-    def ask(shard: Shard, device: torch.device) -> SymmetricSum | str:
+    def ask(shard: Shard, device: torch.device, *, is_spread: bool) -> SymmetricSum | str:
+        assert not is_spread
         assert answer is not None, "nobody should ask"
         return answer
 
@@ -198,7 +199,7 @@ def test_the_setting_decides_and_a_line_says_why(
 
 
 def test_asking_for_what_is_not_possible_is_refused(grouped: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "_join_symmetric", lambda shard, device: "rank 1: GPU 1 is blind")
+    monkeypatch.setattr(collectives, "_join_symmetric", lambda *_, **__: "rank 1: GPU 1 is blind")
     with pytest.raises(ValueError, match=r"not possible \(rank 1: GPU 1 is blind\): use --all-reduce auto"):
         connect(0, 2, "", GPU, "symmetric")
 
@@ -211,6 +212,9 @@ def test_what_keeps_a_rank_from_it_is_known_beforehand(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: asked.append(peer) or peer != 2)
     assert "GPU 0 cannot read the memory of GPU 2" == why()
     assert [1, 2, 3] == asked
+    asked.clear()
+    assert collectives._why_not_symmetric(Shard(1, 2), torch.device("cuda", 5)) is None  # of the third stage
+    assert [4] == asked
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
     assert why() is None
     monkeypatch.setattr(TorchMemory, "one_shot", staticmethod(lambda: None))
@@ -218,6 +222,15 @@ def test_what_keeps_a_rank_from_it_is_known_beforehand(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in str(why())
     assert "CPUs" in str(collectives._why_not_symmetric(Shard(0, 2), CPU))
+
+
+def test_ranks_on_several_nodes_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that this node lacks torch says nothing but an AssertionError."""
+    told: list[str | None] = []
+    monkeypatch.setattr(collectives, "_join", lambda *_: None)
+    monkeypatch.setattr(collectives.symmetric, "join", lambda memory, problem, *_, **__: told.append(problem))
+    connect(0, 2, "unix:///a/store", GPU, "auto")
+    assert ["they are on several nodes"] == told
 
 
 def test_the_operator_is_torchs_and_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
