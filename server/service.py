@@ -91,6 +91,7 @@ class ShardService(pb_grpc.ShardServicer):
             oldest_step_ms=int(age * 1000),
             collectives=self._engine.shard.progress.begun,
             activity=self._engine.activity(),
+            stage=self._engine.neighbours.stage.index,
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:

@@ -358,7 +358,8 @@ class ShardedClient:
         silent = next((rank for rank, reply in enumerate(replies) if isinstance(reply, BaseException)), None)
         if silent is not None:
             return SignsOfLife(silent)
-        progress = [(reply.collectives, reply.steps_finished) for reply in replies]
+        # Stages differ in how many collectives a step has; their later ones wait for the earlier ones.
+        progress = [(reply.steps_finished, reply.stage, reply.collectives) for reply in replies]
         return SignsOfLife(None, progress.index(min(progress)), sum(reply.activity for reply in replies))
 
     def check(self) -> None:

@@ -221,18 +221,20 @@ class HealthRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class HealthReply(_message.Message):
-    __slots__ = ("steps_received", "steps_finished", "oldest_step_ms", "collectives", "activity")
+    __slots__ = ("steps_received", "steps_finished", "oldest_step_ms", "collectives", "activity", "stage")
     STEPS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVES_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     steps_received: int
     steps_finished: int
     oldest_step_ms: int
     collectives: int
     activity: int
-    def __init__(self, steps_received: _Optional[int] = ..., steps_finished: _Optional[int] = ..., oldest_step_ms: _Optional[int] = ..., collectives: _Optional[int] = ..., activity: _Optional[int] = ...) -> None: ...
+    stage: int
+    def __init__(self, steps_received: _Optional[int] = ..., steps_finished: _Optional[int] = ..., oldest_step_ms: _Optional[int] = ..., collectives: _Optional[int] = ..., activity: _Optional[int] = ..., stage: _Optional[int] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("start", "trace_path")

@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from server.arch.stages import Stage
 from server.backends.device import Device, Event
-from server.ranks.collectives import COLLECTIVE_TIMEOUT, PeerLost, Shard
+from server.ranks.collectives import COLLECTIVE_TIMEOUT, LOAD_TIMEOUT, PeerLost, Shard
 from server.stepping.batch import Carried, Tables
 from server.stepping.sequences import TokenRun
 
@@ -71,6 +72,15 @@ class Neighbours(Protocol):
     def give_tokens(self, token_ids: Tensor) -> None:
         """Tell the first stage the tokens [R] that this one, the last, has chosen."""
 
+    def minimum(self, value: int) -> int:
+        """The smallest `value` of all ranks of all stages, between steps, when no sequence goes on. Raises PeerLost.
+
+        The first rank of each stage has the smallest of its stage.
+        """
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """From here on wait so long for what the stage before sends."""
+
     def close(self) -> None:
         """Let go of the neighbours."""
 
@@ -95,6 +105,13 @@ class NoNeighbours:
 
     def give_tokens(self, token_ids: Tensor) -> None:
         """NoNeighbours else needs them."""
+
+    def minimum(self, value: int) -> int:
+        """That of the only stage."""
+        return value
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """Nobody is waited for."""
 
     def close(self) -> None:
         """There are none."""
@@ -143,6 +160,21 @@ class StageNeighbours:
     def give_tokens(self, token_ids: Tensor) -> None:
         self._send([token_ids])
 
+    def minimum(self, value: int) -> int:
+        while self._due:  # of sequences that are forgotten
+            _, rows = self._due.popleft()
+            self._receive([((len(rows),), torch.int64)])
+        if self._connections is not None:
+            for _ in range(self.stage.count - 1):  # what the farthest stage has comes last
+                self._connections.send([torch.tensor([value])])
+                [of_stage_before] = self._connections.receive([((1,), torch.int64)])
+                value = min(value, int(of_stage_before.item()))
+        return self._shard.minimum(value, self._device.torch_device)
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        if self._connections is not None:
+            self._connections.patience = timeout.total_seconds()
+
     def close(self) -> None:
         if self._connections is not None:
             self._connections.close()
@@ -167,6 +199,7 @@ class StageNeighbours:
 class StageConnections:
     """One stage's connections to its neighbours. Raises PeerLost in `receive` and `send` once a neighbour is gone.
 
+    patience: seconds that `receive` waits; until all are warm one stage may load from a slower disk, or capture more.
     activate: `Device.activate`, for the thread that waits for what the device computes. What fails in a thread ends
     both connections, so that this stage and its neighbours notice at once.
     """
@@ -175,12 +208,12 @@ class StageConnections:
         self,
         incoming: socket.socket,
         outgoing: socket.socket,
-        patience: float = PATIENCE_S,
+        patience: float = LOAD_TIMEOUT.total_seconds(),
         activate: Callable[[], None] | None = None,
     ) -> None:
+        self.patience = patience
         self._sockets = (incoming, outgoing)
         self._activate = activate
-        self._patience = patience
         self._num_sent = self._num_received = 0
         self._outbox: queue.SimpleQueue[tuple[Sequence[Tensor], Event | None] | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[int, bytearray] | OSError] = queue.SimpleQueue()
@@ -197,9 +230,9 @@ class StageConnections:
     def receive(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
         """The tensors of the next message, of these shapes and dtypes, on the host. Waits for it."""
         try:
-            message = self._inbox.get(timeout=self._patience)
+            message = self._inbox.get(timeout=self.patience)
         except queue.Empty:
-            raise PeerLost(f"the pipeline stage before this one sent nothing for {self._patience:g} s") from None
+            raise PeerLost(f"the pipeline stage before this one sent nothing for {self.patience:g} s") from None
         if isinstance(message, OSError):
             self._inbox.put(message)  # for the next call
             raise _lost("before", message) if self._loss is None else _lost("behind", self._loss)
@@ -264,8 +297,8 @@ def connect_stages(
 ) -> StageConnections:
     """Meet the neighbours of stage `index`. Raises PeerLost for one that never comes.
 
-    paths: where each stage listens. activate: see `StageConnections`. The stage's own socket is there for its owner
-    alone, and only until its neighbour has come.
+    paths: where each stage listens. patience: seconds to wait for them. activate: see `StageConnections`. The stage's
+    own socket is there for its owner alone, and only until its neighbour has come.
     """
     until = time.monotonic() + patience
     path = paths[index]
@@ -289,7 +322,7 @@ def connect_stages(
     if not came:
         outgoing.close()
         raise PeerLost(f"pipeline stage {before} did not come within {patience:g} s")
-    return StageConnections(came[0], outgoing, patience, activate)
+    return StageConnections(came[0], outgoing, activate=activate)
 
 
 def _accept(listener: socket.socket, before: int, count: int, until: float, came: list[socket.socket]) -> None:

@@ -165,7 +165,8 @@ def warm_up(
     room = partial(_room, engine, free - step_bytes - expected_bytes - beside)
     if may_be_shorter:
         total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
-    tokens = cache.choose_tokens(
+        total_tokens = engine.neighbours.minimum(total_tokens)
+    fitting = cache.choose_tokens(
         wanted=wanted_tokens,
         useful=useful_tokens,
         free_bytes=room(num_blocks(total_tokens)),
@@ -173,6 +174,7 @@ def warm_up(
         where=engine.kv_placement.where,
         kept_back={"--adapter-memory": of_adapters, "--prefix-cache-host-gb": host_bytes},
     )
+    tokens = engine.neighbours.minimum(fitting)
     engine.allocate(tokens, total_tokens, sequences)
     began = time.monotonic()
     taken_bytes = engine.device.taken_bytes(partial(_capture, engine))
@@ -183,6 +185,7 @@ def warm_up(
     clocks = engine.device.clocks(partial(_decode_for, DECODING_S, engine, total_tokens)) if _has_clocks(engine) else ""
     times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
+    engine.neighbours.wait_at_most(COLLECTIVE_TIMEOUT)
     products = engine.backend.measured_products()
     num_states = sequences if shape.bytes_per_sequence else 0
     return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times, num_states)
@@ -196,13 +199,13 @@ def _with_states(engine: Engine, shape: KVShape, sequences: int, prefill_tokens:
     """
     each = shape.bytes_per_sequence
     if not each:
-        return sequences
+        return engine.neighbours.minimum(sequences)  # other stages may have some
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free = min(free, _beside_a_step(engine, prefill_tokens, fraction))
     kept = max(0, free // 2 // each - any(shape.states))
     fits = max(kept - num_spares(kept), kept // 2) if any(shape.states) else kept
-    fits = engine.shard.minimum(fits, engine.device.torch_device)
+    fits = _smallest(engine, fits)
     if not fits:
         raise ValueError(
             f"a sequence's states or rings take {each} bytes, and half of the free memory, {free // 2} bytes, is too "
@@ -215,6 +218,11 @@ def _beside_a_step(engine: Engine, prefill_tokens: int, fraction: float) -> int:
     """Bytes that a KV cache may take where a step's memory is estimated and not measured."""
     left = engine.device.left_bytes(fraction=fraction, world_size=engine.shard.sharing, kv_bytes=0)
     return left - engine.model.least_step_bytes(prefill_tokens, engine.kv_shape.dtype)
+
+
+def _smallest(engine: Engine, value: int) -> int:
+    """The smallest of all ranks of all stages."""
+    return engine.neighbours.minimum(engine.shard.minimum(value, engine.device.torch_device))
 
 
 def _room(engine: Engine, free_bytes: int, longest: int) -> int:
@@ -325,7 +333,7 @@ def _compile_kernels(engine: Engine, most: int, longest: int, top_n_tokens: int,
         rows *= 2
     for candidates in range(1, top_n_tokens + 1):
         _compute(engine, _together(engine, 1, longest), top_n_tokens=candidates)
-    captured = 0 if engine.graphs is None else engine.graphs.decodes.largest
+    captured = engine.neighbours.minimum(0 if engine.graphs is None else engine.graphs.decodes.largest)
     for decodes in sizes_of_decodes(captured, min(sequences, engine.num_blocks // (1 + engine.has_encoder))):
         _decode_together(engine, decodes)
     if engine.adapters is not None:

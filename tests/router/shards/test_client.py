@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ import pytest
 from router.scheduling.adapters import Placed
 from router.scheduling.request import ValidRequest
 from router.shards import client
-from router.shards.client import CHANNEL_OPTIONS, Prepared, ShardedClient, ShardError, prepared_of
+from router.shards.client import CHANNEL_OPTIONS, Prepared, ShardedClient, ShardError, SignsOfLife, prepared_of
 from router.shards.wire import new_sequence, step_request
 from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
@@ -311,3 +312,26 @@ async def test_double_refuses_what_a_shard_must_never_get(requests: list[pb.Step
     with pytest.raises(ProtocolViolation, match=violation):
         for request in requests:
             shards.send(request)
+
+
+@pytest.mark.parametrize(
+    ("replies", "laggard"),
+    [
+        ([(9, 0, 40), (9, 0, 38)], 1),  # rank 0 waits in a collective
+        ([(9, 0, 40), (9, 0, 40), (9, 1, 7), (9, 1, 7)], 0),  # the last stage, of few layers, waits for the first
+        ([(11, 0, 40), (11, 0, 40), (9, 1, 90), (9, 1, 88)], 3),
+        ([(10, 0, 40), (9, 1, 7), (9, 2, 3)], 1),
+    ],
+)
+async def test_who_lags_has_finished_the_fewest_steps_of_the_earliest_stage(
+    replies: list[tuple[int, int, int]], laggard: int
+) -> None:
+    def answering(steps: int, stage: int, collectives: int) -> Any:
+        async def call(*_: object) -> pb.HealthReply:
+            return pb.HealthReply(steps_finished=steps, stage=stage, collectives=collectives)
+
+        return SimpleNamespace(call=call)
+
+    shards = ShardedClient([])
+    shards._ranks = [answering(*reply) for reply in replies]
+    assert SignsOfLife(None, laggard, 0) == await shards.signs_of_life(1.0)

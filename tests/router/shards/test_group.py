@@ -189,7 +189,7 @@ def test_later_shards_get_the_cache_of_the_first_or_what_fits_of_it(
     if tokens is not None:
         assert tokens == asyncio.run(story())
     else:
-        with pytest.raises(ShardError, match="256 tokens now, fewer than the 400 of max_total_tokens"):
+        with pytest.raises(ShardError, match="256 tokens now, fewer than the 400 of --max-total-tokens"):
             asyncio.run(story())
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+from server.arch.stages import Stage
+from server.backends.cpu.device import CpuDevice
 from server.pb import generate_pb2 as pb
+from server.ranks.collectives import COLLECTIVE_TIMEOUT, LOAD_TIMEOUT, Shard
 from server.stepping.engine import Launched
-from server.stepping.pipeline import StageConnections
+from server.stepping.pipeline import StageConnections, StageNeighbours
 from tests.server.backends.stand_in import WHY_NOT, StandInBackend, StandInDevice
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
@@ -80,3 +85,25 @@ def test_stages_capture_their_part_of_a_step_and_do_not_wait_for_the_device() ->
                 capture()
         with StandInDevice().forbidding():
             assert [tokens for tokens, _ in tokens_of(stages)] == [tokens for tokens, _ in tokens_of(whole)]
+
+
+def test_stages_agree_on_the_smallest_whatever_tokens_are_due() -> None:
+    """As one stage may stream its weights, or have room for fewer tokens, and they warm up together."""
+    with pipeline(DEMO, 3) as stages, ThreadPoolExecutor(3) as threads:
+        for wanted in ((5, 3, 9), (2, 7, 7), (8, 8, 4)):
+            tokens_of(stages)  # the first stage has not asked for the last ones of them
+            found = threads.map(lambda engine, value: engine.neighbours.minimum(value), stages.engines, wanted)
+            assert [min(wanted)] * 3 == list(found)
+        assert tokens_of(stages) == tokens_of(load_engine(DEMO, warms_up=False, tokens=1024, total_tokens=64))
+
+
+def test_stages_wait_long_for_each_other_until_all_are_warm() -> None:
+    """One may capture more than another, or load from a slower disk."""
+    before, behind = socket.socketpair()
+    with before, behind:
+        connections = StageConnections(before, behind)
+        assert LOAD_TIMEOUT.total_seconds() == connections.patience
+        stage = Stage(0, 2, range(1))
+        StageNeighbours(stage, Shard(), connections, CpuDevice(), torch.float32, 8).wait_at_most(COLLECTIVE_TIMEOUT)
+        assert COLLECTIVE_TIMEOUT.total_seconds() == connections.patience
+        connections.close()

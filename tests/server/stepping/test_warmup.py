@@ -18,6 +18,7 @@ from server.backends.cpu import Kernels
 from server.blocks import BLOCK_SIZE, ceil_divide, num_blocks
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Engine, Launched
+from server.stepping.pipeline import NoNeighbours
 from server.stepping.warmup import (
     LEAST_ROWS,
     ProfileRun,
@@ -101,6 +102,7 @@ def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
             graphs=SimpleNamespace(decodes=SimpleNamespace(largest=256)),
             kv_shape=SimpleNamespace(ring=None),
             num_blocks=100,
+            neighbours=NoNeighbours(),
         )
         _compile_kernels(engine, most=100, longest=100, top_n_tokens=2, sequences=9)  # type: ignore[arg-type]
     plain = [(16, 0), (32, 0), (64, 0), (1, 0), (1, 0)]
