@@ -164,8 +164,7 @@ def warm_up(
     beside = shape.bytes_of_sequences(sequences) + of_adapters
     room = partial(_room, engine, free - step_bytes - expected_bytes - beside)
     if may_be_shorter:
-        total_tokens = longest_that_fits(total_tokens, room, engine.kv_shape.bytes_per_block)
-        total_tokens = engine.neighbours.minimum(total_tokens)
+        total_tokens = engine.neighbours.minimum(longest_that_fits(total_tokens, room, shape.bytes_per_block))
     fitting = cache.choose_tokens(
         wanted=wanted_tokens,
         useful=useful_tokens,
@@ -186,9 +185,8 @@ def warm_up(
     times = PromptTimes() if engine.has_encoder else _prompt_times(engine, min(prefill_tokens, total_tokens, tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
     engine.neighbours.wait_at_most(COLLECTIVE_TIMEOUT)
-    products = engine.backend.measured_products()
-    num_states = sequences if shape.bytes_per_sequence else 0
-    return Warmed(tokens, total_tokens, step_bytes, taken_bytes, captured, products, clocks, times, num_states)
+    facts = (captured, engine.backend.measured_products(), clocks, times, sequences if shape.bytes_per_sequence else 0)
+    return Warmed(tokens, total_tokens, step_bytes, taken_bytes, *facts)
 
 
 def _with_states(engine: Engine, shape: KVShape, sequences: int, prefill_tokens: int, fraction: float) -> int:
@@ -327,6 +325,8 @@ def _compile_kernels(engine: Engine, most: int, longest: int, top_n_tokens: int,
     as none are captured: kernels are for each power of two, or fewer. What is not captured compiles kernels at its
     first use, for seconds, in which a request would wait.
     """
+    ring = engine.kv_shape.ring
+    longest = engine.neighbours.minimum(longest if ring is None else min(longest, ring.most_at_once))
     rows = LEAST_ROWS
     while rows <= most and _has_room(engine, run := _together(engine, rows, longest), sequences):
         _compute(engine, run)
@@ -344,9 +344,8 @@ def _compile_kernels(engine: Engine, most: int, longest: int, top_n_tokens: int,
 
 
 def _together(engine: Engine, tokens: int, longest: int) -> ProfileRun:
-    """As few prompts as have so many tokens together. longest: tokens of a sequence."""
-    ring = engine.kv_shape.ring
-    most = min(tokens, longest, ring.most_at_once if ring is not None else longest)
+    """As few prompts as have so many tokens together. longest: tokens of a prompt."""
+    most = min(tokens, longest)
     return ProfileRun([min(most, tokens - start) for start in range(0, tokens, most)], engine.has_encoder)
 
 
