@@ -1,4 +1,5 @@
-// NCCL between processes on hollow GPUs, in its order and with its waiting: a collective ends once all ranks are in it.
+// NCCL between processes on hollow GPUs: a collective ends once all ranks are in it, and who finds the others in another
+// one says so and ends, where NCCL would hang or mix them.
 //
 // Values are those of NCCL where the host brought them in a few whole numbers, as ranks do that agree on something.
 // All other values are what no kernel has written, and stay. A rank waits on the thread that asks, in a replayed graph
@@ -27,6 +28,7 @@ static const ncclResult_t DONE = ncclSuccess;
 struct Room {
     std::atomic<uint32_t> arrived, turn;
     int devices[MOST_RANKS];
+    char calls[MOST_RANKS][64];  // what each is in
     bool is_told[MOST_RANKS];
     char told[MOST_RANKS][MOST_KNOWN];
 };
@@ -108,14 +110,21 @@ static size_t bytes_of(ncclDataType_t type) {
     return sizes[type];
 }
 
-// What each rank gives is with all of them while `use` runs; its argument: whether all of it was brought.
+// What each rank gives is with all of them while `use` runs; its argument: whether all of it was brought. call: the
+// operation, which is the same on all ranks.
 template <typename Use>
-static void exchange(Of of, const void *given, size_t size, Use use) {
+static void exchange(Of of, const std::string &call, const void *given, size_t size, Use use) {
     Room &room = *of->room;
+    snprintf(room.calls[of->rank], sizeof room.calls[0], "%s of %zu bytes", call.c_str(), size);
     bool is_small = size <= MOST_KNOWN;
     room.is_told[of->rank] = is_small && was_brought(given, size);
     if (is_small) memcpy(room.told[of->rank], given, size);
     wait_for_all(of);
+    for (int rank = 0; rank < of->size && !of->is_aborted; rank++) {
+        if (!strcmp(room.calls[rank], room.calls[of->rank])) continue;
+        fprintf(stderr, "hollow GPU: rank %d is in %s, rank %d in %s\n", of->rank, room.calls[of->rank], rank, room.calls[rank]);
+        abort();
+    }
     bool is_told = is_small;
     for (int rank = 0; rank < of->size; rank++) is_told = is_told && room.is_told[rank];
     use(is_told);
@@ -146,8 +155,9 @@ API ncclResult_t ncclAllReduce(
     cudaStream_t stream
 ) {
     size_t size = count * bytes_of(type);
+    std::string call = "reduction " + std::to_string(how) + " of type " + std::to_string(type);
     return group(stream, __func__, [=] {
-        exchange(OF(comm), given, size, [=](bool is_told) {
+        exchange(OF(comm), call, given, size, [=](bool is_told) {
             if (given != result) memmove(result, given, size);
             if (!is_told) return;
             if (type == ncclInt64) reduce(OF(comm), (int64_t *)result, count, how);
@@ -163,7 +173,7 @@ API ncclResult_t ncclAllGather(
 ) {
     size_t size = count * bytes_of(type);
     return group(stream, __func__, [=] {
-        exchange(OF(comm), given, size, [=](bool is_told) {
+        exchange(OF(comm), "a gathering", given, size, [=](bool is_told) {
             if (!is_told) return;
             for (int rank = 0; rank < OF(comm)->size; rank++) memcpy((char *)result + rank * size, OF(comm)->room->told[rank], size);
             know(result, OF(comm)->size * size);
@@ -175,7 +185,7 @@ API ncclResult_t ncclBroadcast(
 ) {
     size_t size = count * bytes_of(type);
     return group(stream, __func__, [=] {
-        exchange(OF(comm), given, size, [=](bool) {
+        exchange(OF(comm), "a broadcast of " + std::to_string(root), given, size, [=](bool) {
             bool is_told = size <= MOST_KNOWN && OF(comm)->room->is_told[root];
             if (!is_told) return;
             memcpy(result, OF(comm)->room->told[root], size);
