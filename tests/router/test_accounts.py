@@ -114,7 +114,7 @@ def test_a_lone_key_shares_with_nobody(tmp_path: Path) -> None:
 
 
 def test_a_name_or_key_that_api_key_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a key named default, or the very key that api_key gives"):
+    with pytest.raises(ValueError, match="a key named default, or the very key that --api-key gives"):
         Accounts("alice-secret", write(tmp_path / "keys.json", ALICE))
     with pytest.raises(ValueError, match="rename it"):
         Accounts("lone", write(tmp_path / "keys.json", {**ALICE, "name": "default"}))

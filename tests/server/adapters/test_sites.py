@@ -52,6 +52,6 @@ def test_an_adapter_that_takes_too_much_is_not_read_to_its_end(tmp_path: Path) -
     sites.all.extend(found)
     assert 5 == len(sites.read(content_key(tmp_path), tmp_path))
     sites.budget = 250
-    with pytest.raises(AdapterError, match=r"it takes more than 2\.5e-07 GB of a device, which is adapter_memory"):
+    with pytest.raises(AdapterError, match=r"it takes more than 2\.5e-07 GB of a device, which is --adapter-memory"):
         sites.read(content_key(tmp_path), tmp_path)
     assert [2, 2, 2, 1, 1] == [site.asked for site in found]
