@@ -150,7 +150,7 @@ class LauncherConfig:
             "min": 0,
             "max": 63,
             "default": "none; what the platform says",
-            "when": "With nnodes, different on each node.",
+            "when": "With --nnodes, different on each node.",
         },
     )
     tls_dir: str | None = field(
@@ -159,7 +159,7 @@ class LauncherConfig:
             "help": "Folder with ca.pem, cert.pem and key.pem for mutual TLS between nodes; `lockstep tls` makes it, "
             "and every node gets a copy.",
             "default": "none",
-            "when": "With nnodes, always, except on one machine.",
+            "when": "With --nnodes, always, except on one machine.",
         },
     )
     trust_network: bool = field(
@@ -200,8 +200,8 @@ class LauncherConfig:
         metadata={
             "help": "With several nodes, the address of node 0. On one node, the address at which the shards meet: "
             "setting it or --master-port makes them meet over TCP instead of through a private file.",
-            "when": "With nnodes; or if the file system of the temporary folder has no locks. On one node TCP listens "
-            "on every network interface.",
+            "when": "With --nnodes; or if the file system of the temporary folder has no locks. On one node TCP "
+            "listens on every network interface.",
         },
     )
     master_port: int = field(

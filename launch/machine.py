@@ -260,20 +260,20 @@ def _read(name: str, path: Path, api_key: str | None) -> None:
 def storage_problems(settings: Settings, device: str) -> list[str]:
     """One sentence for each setting that this machine cannot meet. device: that computes."""
     values = settings.values
-    found = _adapter_dir_problems(values["adapter_dir"])
     if settings.is_null_model:
-        return found
+        return _missing_folder("--adapter-dir", values["adapter_dir"])
     return [
-        *found,
+        *_missing_folder("--adapter-dir", values["adapter_dir"]),
+        *_missing_folder("--weights-cache-override", values["weights_cache_override"]),
         *offload_problems(**{name: values[name] for name in OFFLOADING}, has_own_memory=device != "cpu"),
         *folder_problems(values["prefix_cache_dir"]),
     ]
 
 
-def _adapter_dir_problems(adapter_dir: str | None) -> list[str]:
-    if adapter_dir is None or Path(adapter_dir).expanduser().is_dir():
+def _missing_folder(name: str, folder: str | None) -> list[str]:
+    if folder is None or Path(folder).expanduser().is_dir():
         return []
-    return [f"--adapter-dir is {printable(adapter_dir)}, which is no folder: make it first, or check the path"]
+    return [f"{name} is {printable(folder)}, which is no folder: make it first, or check the path"]
 
 
 def storage_warnings(settings: Settings) -> list[str]:

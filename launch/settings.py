@@ -189,7 +189,7 @@ def parse_value(setting: Setting, text: str, label: str) -> Any:
             check(value)
     except ValueError as error:
         origin = "" if label.startswith("--") else f" (from environment {label})"
-        shown = "***" if setting.metadata.get("secret") else printable(text) or "empty"
+        shown = "empty" if not text.strip() else "***" if setting.metadata.get("secret") else printable(text)
         raise ValueError(f"{flag(setting.name)} is {shown}: {error}{origin}") from None
     return value
 

@@ -179,6 +179,8 @@ class Supervisor:
 
     def _ready(self, group: int) -> None:
         """A router serves, with a group that may be gone by now."""
+        if self._phase is Phase.STOPPING:
+            return
         self._router.ready()
         if group == self._group:
             self._group_ready()

@@ -540,7 +540,7 @@ class RouterConfig:
             "help": "What requests may call the model beside --model-id and `tgi`, where other names are adapters'; "
             "`/v1/models` shows the first. Repeat the flag or separate by commas.",
             "unit": "names",
-            "default": "model_id",
+            "default": "--model-id",
             "when": "--model-id is a path, or clients have another name. Without adapters they may use any.",
         },
     )

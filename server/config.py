@@ -163,7 +163,7 @@ class ShardConfig:
         default=None,
         metadata={
             "help": "How much of the layers' weights the host's memory holds for a GPU, as a share of all or a size "
-            "per shard; the rest is read from offload_dir.",
+            "per shard; the rest is read from --offload-dir.",
             "check": Share.parse,
             "default": "all that is not on the GPU",
             "when": "The host's memory is too small for the rest of the weights.",
@@ -182,7 +182,7 @@ class ShardConfig:
         default=None,
         metadata={
             "help": "How much of the KV cache the host's memory holds for a GPU, as a share of all or a size per "
-            "shard; the rest is in offload_dir.",
+            "shard; the rest is in --offload-dir.",
             "check": Share.parse,
             "default": "all that is not on the GPU",
             "when": "The host's memory is too small for the rest of the KV cache.",
@@ -194,7 +194,7 @@ class ShardConfig:
             "help": "Folder for weights and KV blocks that stream from a disk. Its files cannot be opened by other "
             "processes and are removed when the shard ends.",
             "default": "none",
-            "when": "With weights_on_device or kv_on_device below 100%. Use the fastest disk; tmpfs is refused.",
+            "when": "With --weights-on-device or --kv-on-device below 100%. Use the fastest disk; tmpfs is refused.",
         },
     )
     rope_scaling: str | None = field(
@@ -202,19 +202,19 @@ class ShardConfig:
         metadata={
             "help": "Scale the positions of a model with rotary embeddings, instead of as its config.json says.",
             "choices": ROPE_SCALINGS,
-            "default": "the model's; linear if rope_factor is given",
+            "default": "the model's; linear if --rope-factor is given",
             "when": "Prompts are longer than in training; answers get worse unless the model was tuned for it.",
         },
     )
     rope_factor: float | None = field(
         default=None,
         metadata={
-            "help": "Factor of rope_scaling; the longest sequence grows by it.",
+            "help": "Factor of --rope-scaling; the longest sequence grows by it.",
             "unit": "ratio",
             "min": 1.0,
             "max": 1024.0,
-            "default": "1 if rope_scaling is given",
-            "when": "Together with rope_scaling.",
+            "default": "1 if --rope-scaling is given",
+            "when": "Together with --rope-scaling.",
         },
     )
     cuda_graphs: str | None = field(
@@ -293,7 +293,7 @@ class ShardConfig:
             "unit": "GB",
             "min": 0.0,
             "max": 100_000.0,
-            "default": "0; with prefix_cache_disk_gb what the longest sequence takes, at most 1 GB",
+            "default": "0; with --prefix-cache-disk-gb what the longest sequence takes, at most 1 GB",
             "when": "On a GPU, if requests share more long prefixes than the KV cache holds. On a CPU raise "
             "--max-batch-total-tokens instead: it is the same memory.",
         },
@@ -301,8 +301,8 @@ class ShardConfig:
     prefix_cache_disk_gb: float = field(
         default=0.0,
         metadata={
-            "help": "Disk space for the prefix cache in prefix_cache_dir, over all shards. It outlives the server and "
-            "holds keys and values of all prompts and answers (docs/operating.md).",
+            "help": "Disk space for the prefix cache in --prefix-cache-dir, over all shards. It outlives the server "
+            "and holds keys and values of all prompts and answers (docs/operating.md).",
             "unit": "GB",
             "min": 0.0,
             "max": 100_000.0,
@@ -315,7 +315,7 @@ class ShardConfig:
             "help": "Folder of the prefix cache on disk, created if missing. Models can share it; each has its own "
             "files.",
             "default": "none",
-            "when": "Together with prefix_cache_disk_gb, on a local disk that only you can read.",
+            "when": "Together with --prefix-cache-disk-gb, on a local disk that only you can read.",
         },
     )
     null_step_ms: float = field(
@@ -335,7 +335,7 @@ class ShardConfig:
             "unit": "microseconds",
             "min": 0.0,
             "max": 1_000_000.0,
-            "when": "With null_step_ms, if long prompts or the prefix cache matter.",
+            "when": "With --null-step-ms, if long prompts or the prefix cache matter.",
         },
     )
     disable_custom_kernels: bool = field(

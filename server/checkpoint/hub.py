@@ -144,6 +144,8 @@ def local_folder(model_id: str, what: str = "model") -> Path | None:
     local = Path(os.path.expanduser(model_id))
     if model_id and local.is_dir():
         return local.resolve()
+    if model_id and local.is_file():
+        raise HubError(f"the {what} {model_id} is a file: give the folder that it is in")
     if model_id.startswith((".", "/", "~")):
         raise HubError(f"the {what} {model_id} is not a folder: check the path")
     return None
@@ -230,7 +232,10 @@ class Repository:
         self._check_names()
         if self.offline or self._present([self.content.description]):
             return self._cached("HF_HUB_OFFLINE is set"), set()
-        commit, sizes = self._listing()
+        try:
+            commit, sizes = self._listing()
+        except HubUnreachable as error:
+            raise HubUnreachable(self._absent(str(error))) from None
         for name in {self.content.description, *QUANTISATION_FILES} & sizes.keys():
             (spare / name).write_bytes(self._try(partial(self._read, name, commit), self.pauses))
         return spare, set(sizes)
@@ -371,12 +376,13 @@ class Repository:
                 allow_patterns=[self.content.description],
             )
         except LocalEntryNotFoundError:
-            remedy = ": check the name, or unset it" if self.offline else ""
-            raise HubError(
-                f"{self.model_id} is no folder here, is not in the cache and cannot be downloaded: {reason}{remedy}"
-            ) from None
+            remedy = ": check the name, or unset HF_HUB_OFFLINE" if self.offline else ""
+            raise HubError(self._absent(reason + remedy)) from None
         self.report(f"Using the cached files of {self.model_id} ({reason})")
         return Path(folder)
+
+    def _absent(self, reason: str) -> str:
+        return f"{self.model_id} is no folder here, is not in the cache and cannot be downloaded, as {reason}"
 
     def _try(self, action: Callable[[], Any], pauses: Sequence[float]) -> Any:
         """Run one transfer, again after each pause if the fault may pass, and say in one sentence why it failed."""

@@ -477,7 +477,7 @@ def test_what_the_hub_was_not_asked_is_said(tmp_path: Path) -> None:
     (problem,) = check([], cached(tmp_path / "1", LLAMA) | offline).problems
     assert "has no weights" in problem
     found = check([], {"MODEL_ID": "someone/else", "HUGGINGFACE_HUB_CACHE": str(tmp_path / "2")} | offline)
-    assert found.problems[0].endswith("cannot be downloaded: HF_HUB_OFFLINE is set: check the name, or unset it")
+    assert found.problems[0].endswith("downloaded, as HF_HUB_OFFLINE is set: check the name, or unset HF_HUB_OFFLINE")
     assert ["the model: its shards, memory and longest sequence"] == found.unchecked
 
 

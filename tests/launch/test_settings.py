@@ -182,6 +182,11 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--speculate", "0", "--speculative-model", "m"], {}, NOT_USED),
         (["--allow-adapter-changes"], {}, NO_FOLDER),
         (["--adapter-dir", "/no"], {}, "--adapter-dir is /no, which is no folder: make it first, or check the path"),
+        (
+            ["--weights-cache-override", "/no"],
+            {},
+            "--weights-cache-override is /no, which is no folder: make it first, or check the path",
+        ),
         *[
             (["--lora-adapters", given], {}, f"--lora-adapters is {given}: {sentence}")
             for given, sentence in (
@@ -210,7 +215,7 @@ def test_setting_and_alias_together_are_refused() -> None:
         ),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
         (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),
-        (["--api-key", " "], {}, "--api-key is ***: give a value or leave it out"),
+        (["--api-key", " "], {}, "--api-key is empty: give a value or leave it out"),
         (["--prot", "1"], {}, "--prot is not an option: did you mean --port?"),
         (["--api-kye=hunter2"], {}, "--api-kye is not an option: did you mean --api-key?"),
         (["--zzzzzz"], {}, "--zzzzzz is not an option: see lockstep --help"),

@@ -114,6 +114,9 @@ def test_missing_file_is_named(folder: Path, name: str, expected: str) -> None:
 
 
 def test_path_that_is_no_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(HubError, match=r"model\.gguf is a file: give the folder that it is in"):
+        resolve(tmp_path / "model.gguf")
     with pytest.raises(HubError, match="is not a folder: check the path"):
         resolve(tmp_path / "nothing")
 
@@ -556,7 +559,8 @@ def test_offline_uses_the_cache_without_a_connection(fake_hub: FakeHub, download
 
 def test_offline_without_cache_says_what_to_do(download: Any) -> None:
     with pytest.raises(
-        HubError, match=r"no folder here, is not in the cache .*: HF_HUB_OFFLINE is set: check the name, or unset it"
+        HubError,
+        match=r"no folder here, .*downloaded, as HF_HUB_OFFLINE is set: check the name, or unset HF_HUB_OFFLINE",
     ):
         download(offline=True)
 
@@ -608,7 +612,7 @@ def test_unreachable_hub_falls_back_to_the_cache(fake_hub: FakeHub, download: An
 def test_unreachable_hub_without_cache_is_one_sentence(download: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: seconds == 0 or pytest.fail(f"it waited for {seconds} s"))
     with pytest.raises(
-        HubError, match=r"cannot be downloaded: the hub cannot be reached \(.*\): check the network, or HF_ENDPOINT$"
+        HubError, match=r"cannot be downloaded, as the hub cannot be reached \(.*\): check the network, or HF_ENDPOINT$"
     ):
         download(endpoint="http://127.0.0.1:9")
 
