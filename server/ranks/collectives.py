@@ -103,9 +103,7 @@ class Shard:
     small_sums: SymmetricSum | None = field(default=None, compare=False, repr=False)
     num_local: int = 0  # ranks on this machine, of all pipeline stages; 0: those of `world_size`
     collectives: Collectives = field(default_factory=GroupCollectives, compare=False, repr=False)
-    store: SocketStore | None = field(
-        default=None, compare=False, repr=False
-    )  # NCCL asks it as long as there are ranks
+    store: SocketStore | None = field(default=None, compare=False, repr=False)  # NCCL asks it all the time
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     @property
