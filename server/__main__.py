@@ -73,7 +73,7 @@ async def run(config: ShardConfig) -> int:
     except (OSError, RuntimeError) as error:
         log.critical("%s", error)
         return 1
-    log.info("Serving on %s", config.socket_path)
+    log.info("Serving on %s, process %d", config.socket_path, os.getpid())
     stopped = asyncio.create_task(_stop_signal())
     waits: list[asyncio.Future[None] | asyncio.Future[BaseException]] = [stopped, service.failed]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
