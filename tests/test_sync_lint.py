@@ -33,6 +33,7 @@ ALLOWED = {
     ("server.stepping.engine", "part.token_ids.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "part.logprobs.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "candidates.tolist()"): "of the host, in `finish`",
+    ("server.stepping.pipeline", "message.tolist()"): "of the host, in the warm-up",
     ("server.stepping.pipeline", "tensor.contiguous().view(torch.uint8).flatten().numpy()"): "of the host",
     ("server.stepping.next_tokens", "found[run.sequence.id] = …"): "a dict",
     ("server.stepping.next_tokens", "self.logprobs.tolist()"): "of the host, in `finish`",

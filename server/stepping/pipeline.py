@@ -167,8 +167,8 @@ class StageNeighbours:
         if self._connections is not None:
             for _ in range(self.stage.count - 1):  # what the farthest stage has comes last
                 self._connections.send([torch.tensor([value])])
-                [of_stage_before] = self._connections.receive([((1,), torch.int64)])
-                value = min(value, int(of_stage_before.item()))
+                [message] = self._connections.receive([((1,), torch.int64)])
+                value = min(value, *message.tolist())
         return self._shard.minimum(value, self._device.torch_device)
 
     def wait_at_most(self, timeout: timedelta) -> None:
